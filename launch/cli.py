@@ -60,9 +60,9 @@ COMMANDS = {
 """The commands of `rollmatch` with descriptions. `launch.__path__` finds their modules."""
 PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)
 TWICE_S = 1.0
-"""A second SIGINT within this many seconds counts as a repeat of the first."""
+"""A SIGINT within this many seconds of the first signal is ignored: one Ctrl-C may send two."""
 EXPLAINED = (ConfigError, RecordError, StorageError, OSError, *PROCESS_ERRORS)
-"""Expected errors. Their message names the place and the remedy; a traceback would hide it."""
+"""Expected errors. `explained` prints only their message; a traceback would hide the message."""
 
 Options = TypeVar("Options", bound=Section)
 
@@ -71,7 +71,8 @@ Options = TypeVar("Options", bound=Section)
 def explained(console: Console) -> Iterator[None]:
     """Print an expected error (`EXPLAINED`) of the `with` block without a traceback, and exit.
 
-    Exit status 2: the input has to be corrected; 1: a failure after the start; 130: interrupted.
+    The exit status is 2 for ConfigError and RecordError, 1 for other expected errors, and 130 after
+    an interruption. Also calls `end_on_signals` and `outlive_console`.
     """
     outlive_console()
     logging.setLogRecordFactory(EscapedRecord)
@@ -107,8 +108,8 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 def end_on_signals() -> None:
     """Make each of `ending_signals` raise KeyboardInterrupt, so that `with` blocks clean up.
 
-    Another Ctrl-C, more than `TWICE_S` later, ends the command at once. Call this again after
-    `ray.init`, which installs its own handler.
+    A Ctrl-C more than `TWICE_S` seconds after the first signal ends the command without clean-up.
+    Call this function again after `ray.init`, which installs other handlers.
     """
     for number in ending_signals():
         signal.signal(number, _interrupt)
@@ -126,7 +127,10 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _end_at_once(again_s: float) -> None:
-    """Exit without any clean-up, because the user has pressed Ctrl-C again."""
+    """Exit without any clean-up, because the user has pressed Ctrl-C again.
+
+    Does nothing before the time `again_s` on the monotonic clock.
+    """
     if time.monotonic() < again_s:
         return
     left = [str(child.pid) for child in psutil.Process().children(recursive=True)]
@@ -143,7 +147,10 @@ def _end_at_once(again_s: float) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make all paths of the configuration absolute: Ray's actors have another working directory."""
+    """Return the configuration with absolute paths of model, data, environment and run folder.
+
+    Ray's actors need them, because they have another working directory.
+    """
     model = {"path": str(Path(config.model.path).resolve())}
     data = {"train": _absolute(config.data.train), "val": _absolute(config.data.val)}
     environment = config.environment
@@ -192,8 +199,8 @@ def run_command() -> None:
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
     """Parse a command's `key=value` arguments into its options; `--help` prints the keys and exits.
 
-    Values are YAML scalars, but every value of a text or path key is text. `null` is None if the
-    schema permits None. Raises ConfigError with every problem.
+    A value is read as a YAML scalar, unless its key has the type `str` or `Path`: then it stays
+    text. `null` is read as None if the schema permits None. Raises ConfigError with every problem.
     """
     if {"-h", "--help"} & set(arguments):
         _print_help(schema)
@@ -220,7 +227,7 @@ def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
 
 
 def _print_help(schema: type[Section]) -> None:
-    """Print each key with its default and meaning; required keys come first, with `...`."""
+    """Print each key with its default and meaning; required keys come first, default `...`."""
     keys = {}
     fields = sorted(schema.model_fields.items(), key=lambda item: not item[1].is_required())
     for key, field in fields:
@@ -243,7 +250,10 @@ def _value(schema: type[Section], key: str, text: str) -> bool | int | float | s
 
 
 def _types(annotation: object) -> set[object]:
-    """Return the types of a value: str and NoneType for `Annotated[str, ...] | None`."""
+    """Return the types that an annotation permits.
+
+    Example: str and NoneType for `Annotated[str, ...] | None`.
+    """
     if get_origin(annotation) is Annotated:
         return _types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -269,9 +279,9 @@ def as_mapping(composed: DictConfig) -> dict[str, Any]:
 def config_of_command(composed: DictConfig) -> RunConfig:
     """Return the validated configuration of a command from what Hydra composed.
 
-    With `resume=RUN` it is the saved configuration of that run, changed by the command line's
-    overrides. Raises ConfigError, also for `resume=auto` if the run folder has a new name at every
-    start.
+    With `resume=RUN`, return the saved configuration of RUN instead, changed by the command line's
+    overrides. Raises ConfigError if the configuration is invalid, and for `resume=auto` if
+    `telemetry.run_dir` contains the time, because every start then has another folder.
     """
     # Imported here, because commands without Hydra import this module.
     from hydra.core.hydra_config import HydraConfig
@@ -299,9 +309,10 @@ def config_of_command(composed: DictConfig) -> RunConfig:
 
 
 def _quoted(argument: str) -> str:
-    """Quote the value of `key=value` if Hydra would not read it as it is written.
+    """Return `key=value`, with the value quoted if Hydra's grammar does not accept it.
 
-    Lists and mappings do not change.
+    The path in `resume.run` is also quoted if Hydra would read it as another value or as a sweep.
+    Quoted values, and lists and mappings of other keys, do not change.
     """
     # Imported here, because commands without Hydra import this module.
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -330,12 +341,13 @@ def quoted(text: str) -> str:
 def as_schema_overrides(arguments: list[str]) -> list[str]:
     """Turn command-line arguments `a.b=c` into `++a.b=c`: the schema, not Hydra, validates keys.
 
-    Options, config groups (`model=...`), Hydra's keys and overrides with a prefix do not change.
-    `resume=RUN` is short for `resume.run=RUN`, and `cluster=local` for `cluster.kind=local`. A
-    value that Hydra's grammar does not accept, such as a path with brackets, is quoted.
+    Options, config groups (`model=...`), Hydra's keys, and overrides that begin with `+` or `~` do
+    not change. `resume=RUN` is short for `resume.run=RUN`, and `cluster=local` for
+    `cluster.kind=local`. A value that Hydra's grammar does not accept is quoted, such as a path
+    with brackets.
 
     Raises:
-        ConfigError: a key points inside a list, which Hydra cannot parse.
+        ConfigError: a key names an entry of a list in brackets (`a[0]`), which Hydra cannot parse.
     """
     overrides = []
     problems = []

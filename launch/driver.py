@@ -6,8 +6,9 @@ One step of channel B with two rounds, pipelined; time runs to the right::
     learner  | requests |         | learn 1 | learn 2 | update | send weights    |
     engines             | round 1 | round 2 |                  | receive weights |
 
-A step of channel A has no rounds: the learner trains on the ground truth in `finish_step`. The
-same call trains on the rounds again if `training.updates_per_batch` is more than 1.
+A step of channel A has no rounds: the learner trains on the ground truth in `finish_step`. In a
+step of channel B, `finish_step` trains on the rounds again if `training.updates_per_batch` is more
+than 1.
 """
 
 from __future__ import annotations
@@ -87,7 +88,11 @@ def train(
 def round_ahead(
     learner: LearnerClient, checkpoints: Checkpoints, point: ResumePoint | None
 ) -> Round | None:
-    """Return the first round of rollouts of a resumed run if the checkpoint holds it, else None."""
+    """Return the round of rollouts in the checkpoint of a resumed run; None if there is none.
+
+    It is the first round of the step after the checkpoint. The engines had generated it ahead, when
+    the checkpoint was saved.
+    """
     if point is None or not point.state.has_answers_ahead:
         return None
     ahead = Round.answered(learner.answers_ahead())
@@ -103,9 +108,9 @@ def report_held_out(
     telemetry: Telemetry,
     checkpoints: Checkpoints,
 ) -> None:
-    """Evaluate the weights on the held-out set; save them if their score is among the best.
+    """Evaluate the current weights on the held-out set; save them if their score is a best one.
 
-    `step`: number of finished steps.
+    `step`: number of finished steps. `checkpoint.keep_best` is the number of best scores.
     """
     with telemetry.waits_for("the held-out report"):
         evaluation = evaluate(learner, rollouts, step, queue)

@@ -69,7 +69,10 @@ def one_at_a_time(
 
 
 class GeneratingEngines(ReceivingEngines, Protocol):
-    """Interface through which the driver has engines, or environments with engines, generate."""
+    """The driver's interface to engines, or to environment actors that use engines.
+
+    They generate rollouts, and receive weights.
+    """
 
     version: int
     """The weight version that every engine uses; 0 before the first weight sync."""
@@ -88,9 +91,9 @@ class RoundStream:
     With several steps and `one_ahead`, the learner uses a step's last round while the engines
     already generate the first round of the next step.
 
-    Example: steps 7 and 8 with two rounds each, `one_ahead`. Submit 7.1, 7.2; yield 7.1; submit
-    8.1; yield 7.2, which ends step 7; submit 8.2; yield 8.1. While the learner uses
-    7.2, `_left` is [0, 2].
+    Example: steps 7 and 8 with two rounds each, and `one_ahead`; 7.1 is the first round of step 7.
+    Submit 7.1, 7.2; yield 7.1; submit 8.1; yield 7.2, which ends step 7; submit 8.2; yield 8.1.
+    While the learner uses 7.2, `_left` is [0, 2].
     """
 
     def __init__(
@@ -101,9 +104,10 @@ class RoundStream:
         steps: Iterable[StepPlan],
         ahead: Round | None = None,
     ) -> None:
-        """Call `requests_of(step)` once for each step, when its first round can be submitted.
+        """Create the stream; `requests_of(step)` returns the requests of a step for rollouts.
 
-        `ahead`: the first step's first round, if it was submitted before.
+        It is called once for each step, when the first round of the step can be submitted. `ahead`
+        is the first round of the first step, if a checkpoint holds it; it is not generated again.
         """
         self._engines = engines
         self._requests_of = requests_of
@@ -125,7 +129,10 @@ class RoundStream:
         return self._handles[0].future if self._handles else None
 
     def of_next_step(self) -> Iterator[PerRank]:
-        """Yield the rollouts of each round of the next step. Exhaust it before the next call."""
+        """Yield the rollouts of each round of the next step.
+
+        Exhaust this iterator before you call the method for another step.
+        """
         while not self._left or self._left[0]:
             started = time.perf_counter()
             try:

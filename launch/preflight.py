@@ -83,10 +83,13 @@ class PreflightReport:
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     facts: DataFacts | None = None
-    """Facts about the run's data; None if they are invalid, or if the checkpoint is incomplete."""
+    """Facts about the run's data; None if the data are invalid or the checkpoint is incomplete."""
 
     def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`. If it raises an input error, record it and return None."""
+        """Return the result of `make`; None if it raises ConfigError or RecordError.
+
+        Such an error is recorded as problems.
+        """
         try:
             return make()
         except ConfigError as error:
@@ -96,7 +99,10 @@ class PreflightReport:
         return None
 
     def collect(self, problems: Iterable[str]) -> None:
-        """Record the problems that a check yields, and the error with which it may end."""
+        """Record the problems that a check yields.
+
+        If the check raises ConfigError or RecordError, only this error is recorded.
+        """
         self.problems += self.attempt(lambda: list(problems)) or ()
 
 
@@ -204,7 +210,7 @@ def preflight(
 def _shape(folder: Path, rollouts: RolloutMatchingSection, lines: list[str]) -> ModelShape:
     """Read the sizes of a checkpoint, and append warnings about its weight files to `lines`.
 
-    Raises ConfigError if the files do not hold the model.
+    Raises ConfigError if the files do not hold all weights of the model.
     """
     warnings = weight_warnings(folder, for_engines=rollouts.starts_engines)
     lines += (f"warning   {warning}" for warning in warnings)
@@ -230,9 +236,13 @@ def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
 def _learnable(
     config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset], lines: list[str]
 ) -> tuple[list[Dataset], list[Dataset]]:
-    """Keep the samples that the learner would keep.
+    """Return the training and validation samples that the learner would use.
 
-    Append to `lines` how many objects are shown small, and warnings about answers that are cut.
+    Samples that cannot be encoded are left out if `data.on_bad_row` is `skip`. Appends to `lines`
+    the number of objects that are very small in the image that the model sees, and warnings about
+    ground truth that is longer than `rollout_matching.max_new_tokens`.
+
+    Raises the errors of `learner.data.fitting.require_lengths`.
     """
     from learner.data.fitting import (
         describe_cut_answers,
@@ -418,9 +428,9 @@ def _memory(
     nodes: Sequence[Resources],
     lines: list[str],
 ) -> Iterator[str]:
-    """Compare the processes' needs with the memory of this machine's devices.
+    """Yield a problem for each process that needs more memory than this machine's devices have.
 
-    If there is too little memory, append to `lines` settings that need less.
+    Append the estimates to `lines` and, if there is too little memory, settings that need less.
     """
     num_nodes = len(nodes)
     sizes = RunSizes.of(config, shape)
@@ -445,14 +455,14 @@ def _memory(
         decoded = config.rollout_matching.decode_batch_size * devices
         line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded at once"
         if on_cpu and config.rollout_matching.vllm.kv_cache_memory_bytes is None:
-            line += f" ({key} is null: on CPU, the cache is made for these)"
+            line += f" ({key} is null: on CPU, the cache is sized for this number)"
         lines.append(f"memory    {engine.describe()}; {line}")
         if needs.shared is not None:
             lines.append(f"memory    {needs.shared.describe()}")
         if fit < 1:
             yield f"{key}: the cache cannot hold one sequence; raise it, or lower global_max_length"
     if needs.synced:
-        lines.append(f"memory    weights in shared memory, for syncs here: {in_gib(needs.synced)}")
+        lines.append(f"memory    weights in shared memory during a sync: {in_gib(needs.synced)}")
     machine = device_memory(Device.CPU)
 
     def exceeds_host(changed: RunSizes, num_ranks: int) -> bool:

@@ -53,10 +53,12 @@ def main(composed: DictConfig) -> None:
 
 
 def run_job(config: RunConfig, console: Console) -> None:
-    """Run a training job. With `resume.automatic`, restart it if the learner or a start is lost.
+    """Run a training job. With `resume.automatic`, restart it after errors that may pass.
 
-    A start is lost if a starting process is killed or too slow. Before each restart `error.txt`
-    is renamed to `error_1.txt` and so on. Raises the error that ends the run for good.
+    Such errors are: the learner's process ends or does not answer, a learner rank waits in vain for
+    other ranks, or a starting actor is killed or too slow. `rollout_matching.vllm.actors` limits
+    the number of restarts. Before each restart `error.txt` is renamed to `error_1.txt` and so on.
+    Raises the error that ends the run for good.
     """
     budget: RestartBudget | None = None
     make_missing_demo_files(config, lambda line: _print(console, [line]))
@@ -89,7 +91,10 @@ def run_job(config: RunConfig, console: Console) -> None:
 
 
 def _keep_story(folder: Path) -> str:
-    """Rename `error.txt`, if it exists, so that the next start keeps it; return a note on it."""
+    """Rename `error.txt`, if it exists, so that the next start does not remove it.
+
+    Returns the end of a console line that names the new file; an empty text without the file.
+    """
     if not (folder / "error.txt").exists():
         return ""
     story = folder / f"error_{1 + len(list(folder.glob('error_*.txt')))}.txt"
@@ -98,7 +103,7 @@ def _keep_story(folder: Path) -> str:
 
 
 def run(config: RunConfig, console: Console) -> None:
-    """Check the configuration, start the processes, train and report; end all processes."""
+    """Check the configuration, start all processes, train and report, and end the processes."""
     from launch.checks.host import require_vllm
     from launch.preflight import preflight
     from launch.run_folder.folder import require_readable
@@ -163,7 +168,10 @@ def run(config: RunConfig, console: Console) -> None:
             verb = "generates" if len(rollouts.names) == 1 else "generate"
             who = f"{names}, which {verb} too,"
         if learner.row_difference is not None:
-            within = f"a packed row equals its segments alone within {learner.row_difference:.1e}"
+            within = (
+                "a packed row equals its segments, computed separately, within"
+                f" {learner.row_difference:.1e}"
+            )
             _print(console, [f"model     {within}"])
         wall_s = time.monotonic() - started_s
         folder = config.telemetry.run_dir

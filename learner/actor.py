@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STOPPING = "stopping"
-"""Name of the Ray concurrency group whose calls run in a second thread, such as to stop a step."""
+"""Name of the Ray concurrency group whose calls, such as `Learner.stop`, run in a second thread."""
 
 
 class EngineHost:
@@ -94,14 +94,15 @@ class Started(NamedTuple):
     offers_adapter: bool
     """Whether the next weight sync sends only an adapter."""
     row_difference: float | None
-    """As in `Learner`."""
+    """Largest difference of a log-probability, in nats, between a packed row and its segments
+    computed one by one. None for a model that reads images."""
 
 
 class LearnerRank:
     """The state of one learner rank's process: its learner, and possibly an engine (backend).
 
-    It has an engine if the rank generates its own rollouts. The driver sends functions that are
-    called with it (`launch.processes.learner_client.LearnerClient`).
+    The process has an engine if the rank generates its own rollouts. The driver sends functions,
+    which are called with this object (`launch.processes.learner_client.LearnerClient`).
     """
 
     loaded: Learner | None = None
@@ -124,9 +125,9 @@ class LearnerRank:
         return self.loaded
 
     def open_rendezvous(self, config: RunConfig) -> str:
-        """Open the store to which the other learner ranks connect; return its `address:port`.
+        """Open the key-value store through which the learner ranks find each other.
 
-        Only rank 0 calls it.
+        Return the store's `address:port`. Only rank 0 calls this method.
         """
         from learner.model.ranks import Rendezvous
 
@@ -156,15 +157,17 @@ class LearnerRank:
         )
 
     def begin(self, requests: Sequence[Any]) -> int:
-        """Store new requests for rollouts, which `requests` returns in parts; return their number.
+        """Keep the requests of a step, of its refill round or of a held-out report.
 
-        They belong to a step, its refill round or a held-out report.
+        Return the number of requests. The driver then fetches them with the method `requests`.
         """
         self._requests = requests
         return len(requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
-        """Return the stored requests `first` to `stop`, with images in Ray's object store.
+        """Return the requests `first` to `stop - 1` of the last `begin`.
+
+        Their images are put into Ray's object store.
 
         Raises RecordError if an image file is missing or has changed.
         """
@@ -174,7 +177,8 @@ class LearnerRank:
     def generate(self, objects: Sequence[SentRequests], places: range) -> list[Any]:
         """Generate rollouts with the engine in this process.
 
-        `objects` are results of `requests`; `places` are indices into all their requests together.
+        `objects` are results of the method `requests`. `places` says which requests to generate, as
+        indices into the requests of all `objects`, joined in order.
         """
         assert self.backend is not None, "this rank was started without a backend"
         return self.backend.generate(SentRequests.chosen(objects, places).with_data(self._get))
@@ -190,9 +194,10 @@ class LearnerRank:
 
 
 class LearnerActor:
-    """The Ray actor of a learner rank: calls the driver's functions with its `LearnerRank`.
+    """The Ray actor of a learner rank. It calls functions that the driver sends.
 
-    It runs one function after another, in the order of the calls.
+    Each function gets the rank's `LearnerRank`. The functions of `run` and `run_kept` run one after
+    another, in the order of the driver's calls.
     """
 
     def __init__(self) -> None:
@@ -207,7 +212,7 @@ class LearnerActor:
         return task(self._rank, *arguments)
 
     def run_kept(self, task: Callable[..., list[T]], *arguments: Any) -> tuple[list[T], int]:
-        """Call `task(rank, *arguments)`, and return its list and the list's length.
+        """Call `task(rank, *arguments)`; return the list that it returns, and the list's length.
 
         The caller can fetch only the length, while the list stays in Ray's object store.
         """
@@ -218,7 +223,7 @@ class LearnerActor:
     def run_at_once(self, task: Callable[[LearnerRank], T]) -> T:
         """Call the driver's function `task(rank)` at once in a second thread.
 
-        It does not wait for the function that runs in the learner's thread.
+        The call does not wait for the function that runs in the learner's thread.
         """
         return task(self._rank)
 

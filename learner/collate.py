@@ -1,6 +1,7 @@
 """Packs segments into one row: the tensors of one forward pass, and the supervision of its logits.
 
-Position ids restart in each segment. Supervision is offset and weighted only here (decision 6).
+Position ids restart in each segment. Only this module turns positions in a target into positions in
+the row, and weights of tokens and slots into means within a segment (decision 6).
 
 Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K tokens to
 compare, M tokens learned by their advantage, I images, R image patches or tiles, D values of each.
@@ -38,8 +39,8 @@ class ModelInputs(NamedTuple):
     input_ids: torch.Tensor
     """int64 [1, T]: the token ids of the row."""
     position_ids: torch.Tensor
-    """int64 [1, T]. They restart in each segment; transformers finds the segments by the restarts.
-    With M-RoPE [4, 1, T]: the same, then the three M-RoPE rows."""
+    """int64 [1, T]: positions that restart in each segment; transformers finds the segments by the
+    restarts. With M-RoPE [4, 1, T]: the same positions, then the three M-RoPE rows."""
     pixel_values: torch.Tensor
     """float32 [R, D]: R patches or tiles of images, D values each; [0, 0] without images."""
     image_grid_thw: torch.Tensor
@@ -80,7 +81,7 @@ class PackedRow:
     supervision: Supervision
     compared: ComparedTokens
     has_beside: bool = False
-    """Whether the row ends with a segment without supervision (`beside` of `collate`)."""
+    """Whether the row ends with a segment without supervision (argument `beside` of `collate`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,8 +117,8 @@ def collate(
     Args:
         text_weights: the weights of text tokens by their role.
         rope_index: computes M-RoPE positions; None for a model without M-RoPE.
-        beside: segment without supervision to append, so that a row without images runs the vision
-            tower.
+        beside: segment with images that is appended without supervision, so that a row without
+            images runs the vision tower too.
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.
@@ -211,7 +212,7 @@ def _teacher_supervision(credits_: Sequence[TokenAdvantages]) -> TeacherSupervis
 def _text_supervision(
     target: Target, text_weights: TextWeights
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return positions, weights and gate weights of the supervised text."""
+    """Return the positions, `token_ce` weights and `text_gate` weights of the supervised text."""
     weights_L = text_weights.of(target)
     gate_L = np.where(target.roles == TokenRole.CLOSING, np.float32(0), weights_L)
     at = np.flatnonzero(weights_L)

@@ -34,7 +34,7 @@ class HeldOut:
     ) -> None:
         """Take the first `data.max_val_samples` samples of each dataset.
 
-        Raises like `require_lengths` if a sample does not fit.
+        Raises as `require_lengths` does, for example if a sample is too long.
         """
         self.codec = tokens.codec
         self.encoder = PromptEncoder(tokens.processor, config.prompts)
@@ -59,7 +59,8 @@ class HeldOut:
         ]
         """The checked samples of each validation file."""
         self.samples = Joined([fitting.samples for fitting in self.fittings])
-        """In the order of the validation files. A request's position is its sample's index here."""
+        """All held-out samples, in the order of the validation files. A request's position is the
+        index of its sample."""
         decode = config.rollout_matching.decode_settings(
             stop_token_ids=tokens.stop_token_ids, banned_token_ids=tokens.banned_token_ids
         )
@@ -87,7 +88,9 @@ class HeldOut:
         ]
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scene]:
-        """Parse the answers. Return per rollout a scene: its sample and its scored objects.
+        """Parse the answers. Return one scene per rollout: the sample and the objects found.
+
+        Each object has a confidence.
 
         Raises RolloutError if the engine read other prompt tokens than the learner encodes.
         """

@@ -1,4 +1,4 @@
-"""The host memory that this process can use: the machine's, limited by the container's."""
+"""The host memory that this process can use: the machine's memory, or its container's limit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def node_number() -> int:
 
 
 def available_memory() -> int:
-    """Return how many bytes of host memory can still be allocated, including cached files."""
+    """Return how many bytes of host memory can still be allocated.
+
+    Memory that holds cached files counts as available.
+    """
     (kib,) = (int(line.split()[1]) for line in _lines(MEMINFO) if line.startswith("MemAvailable:"))
     left = [1024 * kib]
     for file, limit in container_limits():
@@ -75,7 +78,7 @@ def in_gib(size: int) -> str:
 
 
 def container_limits() -> Iterator[tuple[Path, int]]:
-    """Yield each memory limit of this process's cgroups (version 1 or 2): its file, and bytes."""
+    """Yield each memory limit of this process's cgroups (version 1 or 2): file and bytes."""
     for line in _lines(OWN_CGROUPS):
         _, controllers, own_path = line.split(":", 2)
         if not controllers:

@@ -75,11 +75,12 @@ class Learner:
 
         Args:
             place: the rank's number, device and addresses.
-            rendezvous: only on rank 0 of several ranks; `place` contains its address.
+            rendezvous: the key-value store that connects the ranks; None except on rank 0 of
+                several ranks. `place.rendezvous` is the store's address.
             examples: number of rows of the run's environment; None without an environment.
 
         Raises:
-            ConfigError, RecordError: model or data are wrong, or the data differ between the ranks.
+            ConfigError, RecordError: model or data cannot be used, or the ranks' data differ.
             LearnerError: the ranks loaded different weights, or a rank is lost (CollectiveError).
             StorageError: a checkpoint or a rollout log cannot be written to the run folder.
         """
@@ -129,7 +130,8 @@ class Learner:
         )
         self.row_difference: float | None = None
         """Largest difference of a log-probability, in nats, between a packed row and its segments
-        alone; None for a vision family, which tests check."""
+        computed one by one. None for a model that reads images: the project's tests check these
+        families, so a run does not."""
         if self.loaded.is_text:
             self.row_difference = check_packed_rows(
                 self.loaded.model, config.model.path, config.model.dtype, self.parallel.forward
@@ -140,12 +142,13 @@ class Learner:
         self.steps: deque[AlgorithmStep] = deque()
         """Steps that have begun and not ended, oldest first."""
         self._rounds: list[list[Row]] = []
-        """Rows of the current step by round, kept only if they are learned more than once."""
+        """Rows of the current step by round; empty lists if `training.updates_per_batch` is 1."""
         self._stopping = threading.Event()
         self._fingerprints_of_start: dict[str, str] = {}
         """The cached result of `_fingerprints`."""
         self.answers_ahead: tuple[Any, ...] = ()
-        """Saved answers for the first positions of a resumed run, until the rest is requested."""
+        """Rollouts from the resumed checkpoint for the first positions of the next step. Empty
+        after `next_requests` has requested the other positions of that step."""
         self._saving = Saving(self.name, self.publisher, self.optimizer)
         self.state: RankState
         """The state after the last update, or the state of the resumed checkpoint."""
@@ -179,16 +182,17 @@ class Learner:
         # Otherwise an older step is still in progress, and its log stays open until it ends.
         if len(self.steps) == 1:
             self._begin_log()
-        # The first ones already have answers from before the run was resumed.
+        # The first positions already have answers, from before the run was resumed.
         requests = step.requests()[len(self.answers_ahead) :]
         self.answers_ahead = ()
         metrics.mark("draw samples", started_s)
         return requests
 
     def refill_requests(self, plan: StepPlan) -> list[Any]:
-        """Return requests that replace this rank's groups of rollouts with equal rewards.
+        """Return requests for new groups, in place of this rank's groups without signal.
 
-        Such a group has no signal. The driver calls this at most `environment.refill_rounds` times,
+        A group is the rollouts of one prompt. If all its rewards are equal, it has no signal for a
+        policy gradient. In a step the driver calls this at most `environment.refill_rounds` times,
         each time after all rollouts so far are learned.
         """
         step = self._current
@@ -329,7 +333,7 @@ class Learner:
         )
 
     def _restore(self, checkpoint: Path) -> None:
-        """Restore the state after a checkpoint's last update."""
+        """Restore the state that the run had when `checkpoint` was saved."""
         state = self._saving.load(checkpoint, self._fingerprints(), allow=self._config.resume.allow)
         self.num_updates = state.step
         self._packing.carry(state.carried)
@@ -361,8 +365,8 @@ class Learner:
     def stop(self) -> None:
         """Make `accumulate` or `finish_step` raise LearnerError after the row that is in progress.
 
-        The step then takes no optimizer update. If it has already taken its first one, it is
-        finished instead.
+        The step then takes no optimizer update. After the first update of a step, `stop` does not
+        interrupt this step: it is finished.
         """
         self._stopping.set()
 
@@ -392,12 +396,12 @@ class Learner:
         return self.steps[0]
 
     def _rows_of(self, segments: Iterator[Segment]) -> Iterator[Row]:
-        """Yield the rows that are ready after these segments."""
+        """Pack these segments, and yield each row as soon as it is ready to be trained."""
         for segment in segments:
             yield from self._packing.add(segment)
 
     def _last_rows(self) -> Iterator[Row]:
-        """Yield the rows that are ready at the end of the current step."""
+        """Yield the remaining rows of the current step, after all rollouts have arrived."""
         step = self._current
         yield from self._rows_of(step.ground_truth())
         step.require_complete()
@@ -415,7 +419,10 @@ class Learner:
             raise self._left("finish_step")
 
     def _train_rows(self, rows: Iterator[Row], *, again: bool = False) -> bool:
-        """Train on the rows in step with the other ranks. Return False if a rank stopped early."""
+        """Train on these rows. Return False if `stop` interrupted the training.
+
+        If the model is sharded, all ranks train at the same time, and stop if one must stop.
+        """
         # `again`: a pass after the first update. The rows were already counted and compared.
         keeps_rows = not again and self._config.training.updates_per_batch > 1
         channel = self._current.plan.channel
@@ -452,7 +459,7 @@ class Learner:
         return True
 
     def _left(self, phase: str) -> LearnerError:
-        """Return an error that says why a step stopped before its update."""
+        """Return the error for a step that ended before its first optimizer update."""
         if self.is_told_to_stop:
             return LearnerError("stopped because the run is ending", phase=phase)
         return CollectiveError(

@@ -35,13 +35,15 @@ class OTSettings:
     iters: int
     """Number of Sinkhorn iterations, at least 1."""
     epsilon_cap: float | None = None
-    """Upper limit of `epsilon`, as a multiple of the ground truth's size; None: no limit."""
+    """Upper limit of `epsilon`, as a multiple of the polygon's size (see `epsilon_of`); None: no
+    limit."""
 
     def epsilon_of(self, ground_truth: Shape) -> float:
         """Return the entropy weight for a ground-truth polygon: `epsilon`, capped by its size.
 
-        Its size is the shorter side of its enclosing box, in bins, and at least 1. The longer side
-        or the area would give an epsilon that merges the two long edges of a thin shape.
+        The size of a polygon is the shorter side of its enclosing box, in bins, and at least 1. The
+        longer side or the area would give an epsilon that merges the two long edges of a thin
+        shape.
 
         Example: for a square of side 10, epsilon 10 with a cap of 0.2 is 2.
         """
@@ -56,12 +58,12 @@ def slot_targets(
 ) -> tuple[float, ...] | None:
     """Return the bins (0..999) that the coordinates of a matched predicted object should have.
 
-    They are in the order of its coordinates.
+    The result has one target per coordinate of the prediction, in the same order.
 
-    Two boxes or two points: the ground truth's bins. A polygon: its projected vertices. A box
-    matched with a polygon: the enclosing box of its four projected corners. None if a projection is
-    not finite, because epsilon is so small that the distances overflow. The caller then excludes
-    the pair and counts it.
+    Two boxes or two points: the ground truth's bins. A predicted polygon: its vertices, projected
+    onto the ground truth. A predicted box with a polygon as ground truth: the enclosing box of its
+    four projected corners. None if a projection is not finite, because epsilon is so small that
+    distance / epsilon overflows. The caller then excludes the pair and counts it.
 
     Example: a box [110, 90, 310, 290] matched with the box [100, 100, 300, 300] has the targets
     (100.0, 100.0, 300.0, 300.0).

@@ -217,7 +217,7 @@ class PackingPolicy:
 
 
 class PackWithinStep(PackingPolicy):
-    """Packing policy that learns every segment in its own step.
+    """Packing policy that trains every segment in the step that drew its sample.
 
     It returns full rows after every `window` segments or if the buffer is full, and the remaining
     rows at the step's end.
@@ -247,8 +247,8 @@ class PackWithinStep(PackingPolicy):
 class CarryOver(PackingPolicy):
     """Packing policy that returns one row after every `micro_step` segments.
 
-    `stage2_rollout_aligned` uses it. Segments that do not fit wait in the carry buffer for a row of
-    this or a later step.
+    The trainer variant `stage2_rollout_aligned` uses it. Segments that do not fit into the row wait
+    in the carry buffer for another row of this or a later step.
     """
 
     carries = True
@@ -267,7 +267,7 @@ class CarryOver(PackingPolicy):
             self._buffer.insert(segment)
 
     def add(self, segment: Segment) -> list[Row]:
-        """Add a segment, and return the row that is then ready, if any.
+        """Add a segment. Return one row if it is the last segment of a micro-step, else no row.
 
         Raises ConfigError if the buffer (`training.packing_buffer`) is full.
         """

@@ -13,7 +13,7 @@ Data order, seeds, channels and learning rates are functions of the step and are
 that hold the whole model (ddp) share the tensors of rank 0.
 
 `RankState` is saved as JSON. A file can name only the types of `KINDS`, so reading it cannot run
-foreign code. Its small tensors are one safetensors file, encoded in base64.
+foreign code. The small tensors of a state are one safetensors file, encoded in base64 in the JSON.
 """
 
 from __future__ import annotations
@@ -91,15 +91,16 @@ class RankState:
     report: RankReport | None = None
     """The rank's metrics of the last step. The run may have ended before they were written."""
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-    """Digests of data and frozen weights, which a resumed run must share, by configuration key."""
+    """Values that must be the same in a resumed run, such as digests of data and frozen weights, by
+    configuration key."""
 
     def writer(
         self, rank: int, tensors: Mapping[str, torch.Tensor] | None
     ) -> Callable[[Path], None]:
         """Return a function that writes this rank's state into a checkpoint's folder.
 
-        `tensors` are the optimizer's; None if rank 0 writes the same. The function may raise
-        StorageError.
+        `tensors` are the optimizer's tensors; None if rank 0 writes the same tensors. The returned
+        function may raise StorageError.
         """
         text = _as_text(self)
 
@@ -182,7 +183,8 @@ def _from_text(text: bytes) -> RankState:
 def _encoded(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
     """Return a value as JSON. A tuple becomes a list, other non-JSON types `{kind: content}`.
 
-    Each tensor, array and bytes value is added once to `tensors`: id to name and content.
+    Each tensor, array and bytes value is added once to `tensors`, which maps the `id` of the Python
+    object to its name in the file and its content.
 
     Example:
         >>> _encoded((1, [2.5], MatchedPair(0, 1, 0.8)), {})

@@ -41,7 +41,7 @@ class Saving:
         self._parallel = publisher.parallel
         self._optimizer = optimizer
         self._save: CheckpointSave | None = None
-        """The background save that `finish_save` must finish, with its copy of the state."""
+        """The background save that `finish_save` must finish. It holds copies of the tensors."""
 
     def save(
         self, folder: Path, run: str, state: RankState | None, *, background: bool
@@ -121,9 +121,9 @@ class Saving:
 
         Args:
             checkpoint: the checkpoint's folder.
-            fingerprints: digests of this run's data and frozen weights, by configuration key; they
-                must equal the saved ones.
-            allow: configuration keys whose digest may differ (`resume.allow`).
+            fingerprints: values of this run that must equal the saved values, such as digests of
+                data and frozen weights, by configuration key.
+            allow: configuration keys whose values may differ (`resume.allow`).
 
         Raises:
             ConfigError: the checkpoint is damaged, or belongs to other data or weights.
@@ -188,7 +188,10 @@ class Saving:
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Return one checksum over tensors in order; of sharded tensors, over this rank's part."""
+    """Return one checksum over all tensors, in order.
+
+    Of a sharded tensor, it contains only the part of this rank.
+    """
     result = BucketChecksum()
     for tensor in tensors:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor

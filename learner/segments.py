@@ -111,7 +111,7 @@ KEPT_TEXTS = 1024
 class PromptEncoder:
     """Encodes the prompts of samples with the checkpoint's own processor and chat template.
 
-    All methods that take a sample raise RecordError if its texts contain a control token.
+    All methods that take a sample raise RecordError if the sample's texts contain a control token.
     """
 
     def __init__(self, processor: Any, prompts: Prompts) -> None:
@@ -154,7 +154,7 @@ class PromptEncoder:
         return self._ids_of(self.text(sample))
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of the prompt, including those that an image expands to.
+        """Return the number of tokens of the prompt, with expanded image placeholders.
 
         Does not read image files. Raises RecordError if the checkpoint's processor does not accept
         the image's size or shape.
@@ -173,7 +173,7 @@ class PromptEncoder:
         """Return a sample's prompt as tokens, with its images as pixels.
 
         Raises RecordError if an image file is missing or changed, or if the checkpoint's processor
-        does not accept its size.
+        does not accept the size of an image.
         """
         images = [decode_image(image) for image in sample.images]
         request_ids = self.request_ids(sample)
@@ -229,9 +229,9 @@ def modality_of(token_ids: Sequence[int], image_token_id: int) -> torch.Tensor:
 
 
 class ImageEncoder:
-    """Encodes the images of prompts that an engine has already encoded to tokens.
+    """Encodes images to pixels, for prompts whose tokens are already known from an engine.
 
-    Environments' rollouts contain such prompts.
+    Rollouts of environments contain such prompts.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -246,12 +246,12 @@ class ImageEncoder:
         return modality_of(token_ids, self._token_id)
 
     def encode(self, images: Sequence[ImageRef], token_ids: Sequence[int]) -> EncodedImages:
-        """Encode images to pixels, and check that `token_ids` have as many tokens for them.
+        """Encode images to pixels. Check that `token_ids` have the right number of tokens for each.
 
-        `token_ids` come from an engine, with expanded image placeholders.
+        `token_ids` are an engine's prompt, with expanded image placeholders.
 
         Raises:
-            ValueError: engine and learner differ in the number of image tokens.
+            ValueError: the engine has more or fewer tokens for an image than the learner.
             RecordError: an image cannot be decoded.
         """
         # Pixels are decoded once per group; the tokens of each rollout are checked.
@@ -274,16 +274,16 @@ class ImageEncoder:
         return len(self._runs(token_ids))
 
     def _runs(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the number of tokens of each image. Other tokens separate the images."""
+        """Return the number of tokens of each image. Other tokens separate two images."""
         runs = groupby(token_ids, key=lambda token_id: token_id == self._token_id)
         return [sum(1 for _ in run) for is_image, run in runs if is_image]
 
 
 def decode_image(image: ImageRef) -> Image:
-    """Decode an image to RGB, with a white background behind transparency, as engines do.
+    """Decode an image to RGB, with transparent parts on white, as engines do.
 
-    Raises RecordError if the file is missing, changed or not an image. With `data.check_images`
-    the latter is found earlier.
+    Raises RecordError if the file is missing, changed or not an image. With `data.check_images`, a
+    file that is not an image is already found when the data are loaded.
     """
     import PIL  # runs of text models need no Pillow
 
@@ -299,7 +299,7 @@ def decode_image(image: ImageRef) -> Image:
         if isinstance(error, PIL.UnidentifiedImageError):
             reason = "unknown format"  # Pillow's message names an object in memory
         name = str(image.path)
-        remedy = "replace the file, or set data.check_images: true"
+        remedy = "replace the file; data.check_images: true finds such files at the start"
         if image.path is None:
             name = "an image of a message"
             remedy = "send complete image files"

@@ -41,7 +41,7 @@ from shared.rollouts import DecodeSettings
 LOGIT_CHUNK = 512
 """Number of token positions whose logits over the whole vocabulary are in memory at once.
 
-With 152,000 token ids they take 0.70 GB.
+In bfloat16, with 152,000 token ids, these logits and the tensors of their backward take 0.70 GB.
 """
 
 
@@ -64,7 +64,7 @@ class RowResult:
     """
 
     loss: float
-    """The row's part of the step's loss, which is divided only at the step's end."""
+    """The row's part of the step's loss. The sum over all rows is divided at the step's end."""
     terms: dict[str, float]
     """The row's part of each `loss/...` metric. The step's metric is the sum over its rows."""
     diagnostics: dict[str, SlotMean]
@@ -74,7 +74,7 @@ class RowResult:
 
 
 class _RowForward(NamedTuple):
-    """The result of a forward. FSDP finds the tensors to hook only at a tuple's top level."""
+    """The result of a row's forward. A tuple, because FSDP hooks only tensors at its top level."""
 
     loss: torch.Tensor
     terms: torch.Tensor
@@ -102,7 +102,7 @@ def train_row(
         run: calls a function that runs the forward (`Parallel.forward` for a sharded model).
         weight: factor of the gradient. With 0 this rank only takes part in the forward and backward
             of a sharded model, which needs all ranks.
-        reference: the initial model of the run, for objectives that compare with it.
+        reference: the initial model of the run, for objectives that compare the learner with it.
     """
     needs = objectives.needs
     start: ReferenceValues | None = None
@@ -225,7 +225,7 @@ _PLAIN = Normalizer()
 class LogitsPass:
     """Computes the logits of one packed row in chunks, and reduces them to what objectives need.
 
-    Memory peaks in the backward of a chunk; benchmarks/logit_memory.py measures it.
+    Memory peaks in the backward of a chunk; benchmarks/logit_memory.py measures the peak.
     """
 
     lm_head: Callable[[torch.Tensor], torch.Tensor]
@@ -369,9 +369,13 @@ class RowTrainer:
         decode: DecodeSettings,
         reference: Reference | None = None,
     ) -> None:
-        """`tolerance` is called for each row: the first weight sync may raise it.
+        """Build the objectives of both channels from `pipeline`.
 
-        `decode`: sampling settings of the rollouts. `reference`: the run's initial model.
+        Args:
+            tolerance: returns the current tolerance. It is called for each row, because the first
+                weight sync may measure that a larger tolerance is needed.
+            decode: sampling settings of the rollouts.
+            reference: the run's initial model, for objectives that compare the learner with it.
         """
         self._loaded = loaded
         self._parallel = parallel
@@ -393,8 +397,8 @@ class RowTrainer:
         Args:
             version: the learner's weight version. Log-probabilities that an engine computed with
                 another version are not compared.
-            beside: segment without supervision to append, so that a row without images runs the
-                vision tower.
+            beside: segment with images that is appended without supervision, so that a row without
+                images runs the vision tower too.
         """
         return collate(
             [_comparable(segment, version) for segment in segments],
@@ -404,7 +408,7 @@ class RowTrainer:
         )
 
     def train(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
-        """Run forward and backward of the row, which adds its gradient to the model's.
+        """Run forward and backward of the row, which adds a gradient to the model's gradients.
 
         With `weight` 0 nothing is added: the rank only takes part in a sharded model's forward.
         """
@@ -421,9 +425,10 @@ class RowTrainer:
     def compare(
         self, row: PackedRow, result: RowResult, channel: Channel, so_far: Compared
     ) -> Compared:
-        """Compare engine and learner log-probabilities of the row; return `so_far` with them added.
+        """Compare engine and learner log-probabilities of the row's sampled tokens.
 
-        Raises RolloutError if too many differ (see `check_logprobs`).
+        Return `so_far`, the result over earlier rows, with this row added. Raises RolloutError if
+        too many log-probabilities differ (see `check_logprobs`).
         """
         if channel is Channel.A or not self._compares_logprobs:
             return so_far
@@ -437,7 +442,7 @@ class RowTrainer:
 
 
 def _comparable(segment: Segment, version: int) -> Segment:
-    """Drop the log-probabilities to compare if older weights generated the segment."""
+    """Return the segment, without log-probabilities to compare if older weights generated it."""
     # The segment was carried over from an earlier step, or its rollout is stale.
     if segment.weight_version == version:
         return segment

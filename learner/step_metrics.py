@@ -53,7 +53,7 @@ class StepMetrics:
             track: the rank's name in the timeline.
             capacity: maximum tokens of a packed row. A row filled below the share `min_fill_ratio`
                 counts as underfilled.
-            keeps_digests: compute digests of the step's data, which the run's ledger compares.
+            keeps_digests: compute digests of the step's data, for the run's ledger.
         """
         self.totals = MetricAccumulator()
         self.num_segments = 0
@@ -61,7 +61,8 @@ class StepMetrics:
         self.num_credited = 0
         """Sampled tokens so far that have an advantage, including an advantage of 0."""
         self.refilled: dict[int, int] = {}
-        """Dataset rows drawn to replace groups of rollouts with equal rewards, by position."""
+        """Dataset rows whose rollouts replaced a group with equal rewards, by the position of that
+        group's first rollout."""
         self.compared = Compared()
         """Result of the log-probability comparison between engine and learner so far."""
         self._plan = plan
@@ -79,9 +80,9 @@ class StepMetrics:
         """Add content to the step's digest `name`, which the run's ledger records.
 
         `shared.metrics.DIGESTS` lists the names. `repr(content)` must not depend on times,
-        placement or rounding in engines: two runs of one configuration have equal digests. With
-        `environment.teacher`, the digest `targets` contains the teacher's log-probabilities, and
-        repeats only if they do.
+        placement or rounding in engines, so that two runs of one configuration have equal digests.
+        With `environment.teacher`, the digest `targets` contains the teacher's log-probabilities,
+        and is equal only if they are equal.
         """
         if self._keeps_digests:
             digest = self._digests.setdefault(name, hashlib.sha256())
@@ -112,9 +113,9 @@ class StepMetrics:
         """Count a rollout of rollout matching, with its parsed and matched objects.
 
         Args:
-            num_ground_truth: number of objects of its sample.
-            staleness: number of weight versions between the one that generated it and the current.
-            source: name of the sample's file if there are several files.
+            num_ground_truth: number of objects of the rollout's sample.
+            staleness: the learner's weight version minus the version that generated the rollout.
+            source: name of the sample's data file if there are several files.
         """
         parsed = reading.parsed
         add = self.totals.add
@@ -194,7 +195,10 @@ class StepMetrics:
         self.totals.add("rollout/num_left_out", num_left_out)
 
     def add_credited(self, num_tokens: int, *, is_masked: bool) -> None:
-        """Count the sampled tokens of a rollout that have an advantage (0 if it is masked)."""
+        """Count the sampled tokens of a rollout that have an advantage.
+
+        A masked rollout is not learned (`environment.drop_truncated`); its `num_tokens` is 0.
+        """
         self.num_credited += num_tokens
         self.totals.add("rollout/num_masked", float(is_masked))
 
@@ -224,7 +228,8 @@ class StepMetrics:
     def add_losses(self, result: RowResult) -> None:
         """Add the losses and diagnostics of a trained row.
 
-        A row is trained again with `training.updates_per_batch` > 1. Its losses are added again.
+        With `training.updates_per_batch` > 1 a row is trained several times, and its losses are
+        added each time.
         """
         for name, value in {"loss/total": result.loss, **result.terms}.items():
             # Not 0 + value: the sum starts with the first row's exact value (sign of zero).

@@ -49,14 +49,16 @@ class TokenRole(IntEnum):
     CLOSING = 5
     """The end of the whole answer (such as its closing top-level brace), or EOS."""
     SEPARATOR = 6
-    """The sampled token that continues the answer to a matched object (`supervise_separators`)."""
+    """The sampled token before a matched object that continues the answer instead of ending it
+    (`supervise_separators`)."""
     CORRECTED_DESC = 7
     """The first token of a matched object's desc that differs from the ground truth; it has a
     `LabelOverride`."""
     DIGITS = 8
-    """Overlaps a coordinate in digits: of ground truth, or of a match up to the first error."""
+    """Overlaps a coordinate in digits, of a serialised ground-truth object or of a matched object.
+    In a matched object, only the coordinate's tokens before a `CORRECTED_DIGITS` have this role."""
     CORRECTED_DIGITS = 9
-    """The first token of a matched coordinate that differs from the ground truth; it has a
+    """The first token of a matched object's coordinate that differs from the ground truth; it has a
     `LabelOverride`."""
 
 
@@ -76,7 +78,8 @@ class TextWeights:
     matched_desc: float = 0.0
     """The weight of labels that correct the desc of a matched object."""
     fp_end: float = 1.0
-    """Factor of `structure` for closing brace and EOS if the target keeps false positives."""
+    """Factor of `structure` for closing brace and EOS if the target keeps false positives
+    (predicted objects without a match)."""
 
     def of(self, target: Target) -> np.ndarray:
         """Return the weights of the target's tokens: float32 [L], at least 0."""
@@ -203,10 +206,10 @@ class ParsedAndMatched:
     num_kept: int = 0
     """Number of leading target tokens that were sampled."""
     num_prefix: int = 0
-    """Number of target tokens before the appended text. Those from `num_kept` on were not sampled:
-    the kept text's end was encoded anew."""
+    """Number of target tokens before the appended text. The tokens from `num_kept` on were not
+    sampled: the end of the kept text was encoded again."""
     num_capped: int = 0
-    """Number of supervised pairs whose epsilon of optimal transport the cap lowered."""
+    """Number of supervised pairs whose epsilon `OTSettings.epsilon_cap` lowered."""
 
     @property
     def num_trimmed(self) -> int:
@@ -241,7 +244,7 @@ class LabelOverride(NamedTuple):
 class Target:
     """The target of rollout matching (`Y_train`): text, coordinate slots and boxes to learn.
 
-    Positions count from its first token.
+    Positions count from the target's first token.
 
     Example (an empty ground truth on channel A): token_ids of `{`, `}` and EOS, roles [STRUCTURE,
     CLOSING, CLOSING], no coordinate positions, no boxes.
@@ -298,7 +301,7 @@ class Target:
 class AdvantageTarget:
     """The target of policy gradient: sampled tokens, each with its advantage.
 
-    Positions count from its first token.
+    Positions count from the target's first token.
 
     Example: one model call sampled the first two tokens, a tool returned the third, and the next
     model call sampled the fourth: `token_ids` of all four, `credit.positions` (0, 1, 3).
@@ -316,7 +319,7 @@ class AdvantageTarget:
     def compared_positions(self) -> tuple[int, ...]:
         """Positions of the tokens whose log-probabilities are compared with the engine's.
 
-        They are all learned tokens, or an empty tuple.
+        These are the positions of all learned tokens, or none.
         """
         return self.credit.positions[: len(self.compared_logprobs)]
 

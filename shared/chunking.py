@@ -17,8 +17,8 @@ T = TypeVar("T")
 def split_contiguous(n: int, num_servers: int) -> list[range]:
     """Split n requests over servers: each gets `ceil(n / num_servers)` until no request is left.
 
-    So one server may get fewer requests, and later servers none. The ranges are contiguous. Raises
-    ValueError if `n` is negative or there is no server.
+    So the last server with requests may get fewer than the others, and later servers get none. The
+    ranges are contiguous. Raises ValueError if `n` is negative or there is no server.
 
     Example: 4 requests over 3 servers are `range(0, 2)`, `range(2, 4)` and `range(4, 4)`.
     """
@@ -130,7 +130,7 @@ def round_chunk(
     """Return `chunk_size` rounded down to a multiple of `together`, but at least `together`.
 
     `together` is the number of rollouts of a prompt, which are generated in the same round.
-    `server_world_sizes` are the numbers of each engine's devices.
+    `server_world_sizes` has the number of devices of each engine.
     """
     chunk = chunk_size(decode_batch_size, server_world_sizes, learner_world_size)
     return max(together, chunk - chunk % together)
@@ -218,7 +218,8 @@ def cut_past(
 ) -> Iterator[tuple[T, ...]]:
     """Yield the items in order, in buckets (tuples).
 
-    A bucket ends with the item that makes its total size larger than `limit`, or with the last.
+    A bucket ends with the item that makes the bucket's total size larger than `limit`, or with the
+    last item. `size_of` returns the size of an item.
     """
     bucket: list[T] = []
     size = 0

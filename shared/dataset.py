@@ -63,7 +63,7 @@ class Dataset(Sequence[Sample]):
     odd: tuple[str, ...] = ()
     """Peculiarities of the usable rows: how many rows have each, and the first of these rows."""
     key: str = ""
-    """Digest of everything that determines the samples, including images; empty: not known."""
+    """Digest of all that determines the samples, including the images; empty if not known."""
 
     @property
     def num_skipped(self) -> int:
@@ -71,7 +71,10 @@ class Dataset(Sequence[Sample]):
 
     @property
     def table(self) -> RowTable:
-        """Places, sizes and digests of the rows; only for a dataset that was read from a file."""
+        """The places, image sizes and digests of the rows.
+
+        Only for a dataset that was read from a file.
+        """
         assert isinstance(self.samples, FileRows), f"{self.path} was not read from a file"
         return self.samples.table
 
@@ -157,9 +160,9 @@ def load_dataset(
         require: raises RecordError for a sample that the run cannot use.
 
     Raises:
-        RecordError: names file, line, field and remedy of the first 20 bad rows, and the total
-            number. With "skip" only for a file that cannot be read or has no usable row, and for
-            objects with a geometry that the run does not learn.
+        RecordError: names file, line, field and remedy of the first 20 bad rows, and the number of
+            all bad rows. With "skip", it is raised only if the file cannot be read or has no usable
+            row, or if an object has a geometry that the run does not learn.
     """
     path = Path(path)
     rules = RowRules(sort_objects, check_images, geometry, source)
@@ -282,7 +285,7 @@ class Draw(NamedTuple):
     row: int
     """Index of the row in the dataset."""
     epoch: int
-    """How often all rows of the dataset were drawn before."""
+    """How often all rows of the dataset had been drawn before this pass over them, from 0."""
 
 
 class MixedStream(Iterator[Draw]):

@@ -171,7 +171,9 @@ class RolloutError(PortableError, RuntimeError):
 
 
 class UnreachableError(RolloutError):
-    """Error about a rollout server or actor that is lost; another one may answer the request.
+    """Error about a rollout server or actor that is lost.
+
+    Another server or actor may answer the request.
 
     The server could not be reached or failed at every try, or the actor ended and is being
     replaced. An *answer* that contradicts the run is a plain RolloutError: another server would
@@ -203,7 +205,7 @@ class WeightSyncError(PortableError, RuntimeError):
 
         Args:
             actor: name of the engine or the learner.
-            phase: a `SyncPhase` of either side, or `OFFER` (`shared.weight_sync.phases`).
+            phase: a `SyncPhase`, or `OFFER` (both in `shared.weight_sync.phases`).
             quantity: what differed (a set of names, a checksum, log-probabilities); empty: nothing.
             size: the size of the difference; None if it has no size, as for a timeout.
         """

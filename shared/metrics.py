@@ -338,7 +338,11 @@ class MetricAccumulator:
         return values
 
     def _metrics(self) -> Iterator[Metric]:
-        """Yield the table, with families under the names used here, then other terms."""
+        """Yield the metrics that may have values: the rows of the metric table, then other losses.
+
+        A row for a family of metrics, such as `reward/<function>`, is replaced by a row for each
+        name of the family that has values here.
+        """
         names = sorted(self._totals.keys() - BY_NAME.keys())
         sources = sorted(
             {name.rpartition("/")[2] for name in names if name.startswith(SOURCE_FAMILY)}
@@ -368,7 +372,7 @@ class MetricAccumulator:
 
 
 def _of_source(metric: Metric, source: str) -> Metric:
-    """Return a metric of the family with the name of a file."""
+    """Return the metric of a table row such as `source/num_samples/<source>` for one data file."""
     name = metric.name.replace("<source>", source)
     if metric.ratio_of is None:
         return replace(metric, name=name)
@@ -417,9 +421,10 @@ class RankReport:
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of this rank's part of the step, by the names in `DIGESTS`."""
     refilled: Mapping[int, int] = field(default_factory=dict)
-    """Rows of the environment's data that replaced groups whose rewards were all equal.
+    """By replaced group, the row of the environment's data that replaced it. The rewards of a
+    replaced group were all equal.
 
-    Keys are positions in the step of the first rollout of each replaced group.
+    A group is named by the position of its first rollout in the step; a row by its index.
     """
 
 

@@ -97,7 +97,9 @@ WHITE = (255, 255, 255)
 WITHOUT_RANGE = {"I": "integers of 32 bits", "F": "floating-point numbers"}
 """Pillow modes whose pixels have no known range, so that it is not known which value is white."""
 BITS_PER_SAMPLE = 258
-"""The tag of a TIFF file with the bits of each colour. Pillow reads 12 bits as 16."""
+"""Number of the TIFF tag with the bits per colour value. Pillow reads 12-bit values as 16-bit
+values.
+"""
 EXIF_ORIENTATION = 0x0112
 
 
@@ -109,7 +111,7 @@ def open_picture(source: bytes | Path) -> Image:
     """Open an encoded image, or an image file, with Pillow, without decoding its pixels.
 
     Raises:
-        PictureTooLargeError: it has more than `MAX_PIXELS`.
+        PictureTooLargeError: the image has more than `MAX_PIXELS` pixels.
         Exception: any error that Pillow raises for damaged files.
     """
     from PIL import Image  # runs of text models need no Pillow
@@ -131,7 +133,7 @@ def on_white(picture: Image) -> Image:
     Pixels with more than 8 bits lose the lower bits. Engines and learner both use this function.
 
     Raises:
-        ValueError: the range of pixel values, and so white, is not known.
+        ValueError: the range of the pixel values is not known, and so the value of white is not.
     """
     pixels = _rgb(picture)
     # Read after the pixels: Pillow rotates a TIFF while it loads it, and removes the tag.

@@ -23,8 +23,8 @@ PerRank = list[list[Any]]
 CLOSE_S = 20.0
 """Seconds that an engine has to shut down before its processes are killed.
 
-A killed engine leaves named resources behind, such as shared memory of several devices' processes.
-vLLM waits `WORKER_CLOSE_S` + 4 s for the processes of its devices.
+A killed engine leaves named resources behind, such as the memory that the processes of its devices
+share. vLLM waits `WORKER_CLOSE_S` + 4 s for the processes of its devices.
 """
 
 WORKER_CLOSE_S = 12
@@ -83,8 +83,9 @@ class RolloutBackend(RankBackend, Protocol):
         """Return one rollout per request, in the order of the requests; [] without requests.
 
         The stop token is not part of the answer. The learner ends the run if a rollout's prompt
-        differs from its own encoding (image placeholders expanded), or if log-probabilities differ
-        from its own by more than `rollout_matching.logprob_tolerance` permits.
+        differs from the learner's encoding of it (with expanded image placeholders), or if
+        log-probabilities differ from the learner's by more than
+        `rollout_matching.logprob_tolerance` permits.
 
         Raises:
             RolloutError: a request cannot be answered, or the backend is closed.
@@ -181,7 +182,8 @@ class BackendHost(Protocol):
     def raise_if_stopping(self) -> None:
         """Raise RolloutError(phase="generate") if the run is ending. A backend calls it per token.
 
-        The thread that generates must be free to save the learner's weights.
+        The learner's weights are saved by the thread that generates, so generating has to end
+        first.
         """
         ...
 

@@ -154,7 +154,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """Digest and size of an image file, from its check.
+    """Digest and size of an image file, as found when the file was checked.
 
     The digest is the sha256 of the encoded bytes, in hex. The size is of the displayed image.
     """

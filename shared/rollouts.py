@@ -184,8 +184,8 @@ class SyncReport:
     adapter_effect: float | None = None
     """Effect of the adapter in an engine divided by its effect in the learner.
 
-    Of the engine that is farthest from 1. None: full weights were sent, or the effect is too small
-    to measure (`shared.weight_sync.canary`).
+    It is the value of the engine that is farthest from 1. None: full weights were sent, or the
+    effect is too small to measure (`shared.weight_sync.canary`).
     """
     canary_mean_abs: float = 0.0
     """Mean difference of a canary log-probability, in the engine that differs most, in nats."""

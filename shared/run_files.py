@@ -46,7 +46,9 @@ RUN_FILE = "run.json"
 It holds a `launch.run_folder.saved_checkpoints.RunState`.
 """
 _ENCODING_ERRORS = "backslashreplace"
-"""Escape lone surrogates, which occur in file names that are not UTF-8, instead of failing."""
+"""How lone surrogates are written, which occur in file names that are not UTF-8: as escapes,
+instead of failing.
+"""
 _PASSING = {
     *(errno.ENOSPC, errno.EDQUOT),  # until space is freed
     *(errno.EROFS, errno.EACCES, errno.EPERM),  # until writing is permitted, or a ticket renewed
@@ -87,10 +89,11 @@ class Patience:
         self._tell = tell
 
     def __call__(self, write: Callable[[], T]) -> T:
-        """Call `write`, again after each error that can pass, and return its result.
+        """Call `write`, and again after each error that may pass, and return its result.
 
         Raises:
-            StorageError: an error that cannot pass, or the first error if the time is over.
+            StorageError: an error that retrying cannot mend, or the first error if the time is
+                over.
         """
         first: StorageError | None = None
         started_s = time.monotonic()

@@ -23,7 +23,8 @@ from shared.rollouts import RolloutRequest
 REQUESTS_TOGETHER = 32
 """Requests per object in Ray's store.
 
-Fewer cost the driver more time. More delay the first engine, which waits for all of them.
+With fewer requests per object, the driver needs more time. With more, the first engine starts
+later, because it waits for all requests of an object.
 """
 
 SHELF_BYTES = 1 << 29
@@ -39,7 +40,7 @@ class RequestRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SentRequests:
-    """Requests as one object in Ray's store, with references to the images of their prompts.
+    """Several requests as one object in Ray's store, with references to the prompts' images.
 
     Example: for two requests with the same image, `pictures` has one entry: `SentRequests((first,
     second), {sha256: box})`.
@@ -110,7 +111,9 @@ class PictureShelf:
         self._put = put
         self._free = max_bytes
         self._boxes: OrderedDict[Any, dict[str, int]] = OrderedDict()
-        """Size of each image by box, in order of last use."""
+        """By box, the size in bytes of each image in it (by sha256). The boxes are in order of last
+        use.
+        """
         self._box_of: dict[str, Any] = {}
         self._lock = threading.Lock()
 

@@ -89,9 +89,10 @@ class TrainingExample:
     mask: list[int]
     """[L]: 1 for learned tokens, else 0. If prompts are masked, exactly sampled tokens have 1."""
     reward: float
-    """Reward of the model call if the environment set one, else of its rollout; 0 if not scored.
+    """Reward of the model call if the environment set one, else of the call's rollout; 0 if not
+    scored.
 
-    For merged calls, always the rollout's reward.
+    For merged calls, it is always the rollout's reward.
     """
     advantage: float | None = None
     """Advantage that the environment set, or the reward minus the mean reward of the group.
@@ -101,7 +102,9 @@ class TrainingExample:
     example_id: Any = 0
     """Id of the row in the dataset; the row's rollouts are a group."""
     weight_version: int | None = None
-    """Version of the weights that sampled the tokens, the oldest of several; None if unknown."""
+    """Version of the weights that sampled the tokens; of several versions, the oldest; None if
+    unknown.
+    """
     token_advantages: list[float] | None = None
     """[L]: the advantage of each token, 0 outside the mask; None: `advantage` for all tokens.
 
@@ -110,7 +113,8 @@ class TrainingExample:
     token_is_relative: list[int] | None = None
     """[L]: 1 if the learner computes the token's advantage from the group's rewards.
 
-    0 if the environment has set the advantage. None: 1 for all if there are `group_rewards`.
+    0 if the environment has set the token's advantage. None: all tokens have 1 if there are
+    `group_rewards`.
     """
     rollout: int = 0
     """Index of the example's rollout among the rollouts that were converted together."""
@@ -202,9 +206,11 @@ class EnvironmentRollout:
     examples: tuple[TrainingExample, ...]
     """The examples to train on that the rollout gives, in order of its model calls."""
     prompt: Any
-    """Messages or text that the rollout began with; None if no log or page shows them."""
+    """Messages or text that the rollout began with; None if the run keeps them for no log and no
+    page.
+    """
     completion: Any
-    """Messages or text after the prompt; None if no log or page shows them."""
+    """Messages or text after the prompt; None if the run keeps them for no log and no page."""
     actor: str
     """Name of the actor whose process ran the environment."""
     started_s: float
@@ -214,7 +220,9 @@ class EnvironmentRollout:
     reward_errors: Mapping[str, str] = field(default_factory=dict)
     """Errors of reward functions, by name. If the function has a weight, the rollout fails."""
     given_up: tuple[str, ...] = ()
-    """Plain tools and reward functions whose thread was abandoned at a time limit."""
+    """Names of tools and reward functions without `async` whose thread was abandoned at a time
+    limit.
+    """
     num_tool_calls: int | None = None
     """Number of tool calls by the model; None if it has no tools."""
     calls: tuple[ModelCall, ...] = ()

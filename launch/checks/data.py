@@ -53,7 +53,10 @@ class ImageNeeds:
 
     @classmethod
     def from_datasets(cls, *datasets: Dataset, enlarged: float = 1.0) -> ImageNeeds:
-        """Return the needs of all rows; `enlarged`: largest factor of `data.augment.scale`."""
+        """Return the needs of all rows of the datasets.
+
+        `enlarged`: the greatest factor by which `data.augment.scale` enlarges an image's sides.
+        """
         tables = [dataset.table for dataset in datasets]
         return cls(
             max(int(np.diff(table.images_N1).max()) for table in tables),
@@ -73,7 +76,8 @@ class DataFacts:
     warning: str | None = None
     """A warning about the environment, which does not stop the run."""
     noted: tuple[str, ...] = ()
-    """Lines about images turned by EXIF, odd rows, and images in both training and validation."""
+    """Console lines about images turned by EXIF, unusual rows, and validation images in training
+    data."""
 
     @classmethod
     def from_datasets(
@@ -98,8 +102,9 @@ class DataFacts:
             lines = [f"data      the environment has {counts} are held out"]
             if self.examples.scores_at_once:
                 lines.append(
-                    "rewards   its rubric scores a step's rollouts at once (score_rollouts): they"
-                    " are one round of one environment process, within 2 x timeouts.generate_s"
+                    "rewards   the rubric scores all rollouts of a step together (score_rollouts):"
+                    " one environment process generates and scores them within 2 x"
+                    " timeouts.generate_s"
                 )
             return lines if self.warning is None else [*lines, f"warning   {self.warning}"]
         if self.num_train_skipped + self.num_val_skipped == 0:
@@ -110,7 +115,7 @@ class DataFacts:
 
 
 def _about_turned(data: Dataset) -> str:
-    """Report the images that are used as they are displayed, not as they are stored."""
+    """Return a console line about the images that are turned as their EXIF data require."""
     first, *others = data.turned
     number = "1 image is" if not others else f"{len(data.turned)} images are"
     return (
@@ -120,7 +125,10 @@ def _about_turned(data: Dataset) -> str:
 
 
 def _about_shared(train: Sequence[Dataset], val: Sequence[Dataset]) -> Iterator[str]:
-    """Report validation images that are also trained on, by their bytes, else by their paths."""
+    """Yield a console line for each validation file with images that are also trained on.
+
+    Images are compared by their digests, or by their paths if the images were not checked.
+    """
     paths = {one.path.resolve() for one in train}
     learned: set[bytes | str] = set().union(*map(_pictures, train))
     for one in val:
@@ -135,7 +143,7 @@ def _about_shared(train: Sequence[Dataset], val: Sequence[Dataset]) -> Iterator[
 
 
 def _pictures(data: Dataset) -> list[bytes | str]:
-    """Return the digests of a dataset's images, or their paths if they were not checked."""
+    """Return the digests of a dataset's images, or the paths if the images were not checked."""
     if len(data.table.sha256_M):
         return list(dict.fromkeys(digest.tobytes() for digest in data.table.sha256_M))
     folder = data.path.absolute().parent
@@ -143,7 +151,7 @@ def _pictures(data: Dataset) -> list[bytes | str]:
 
 
 def _name_of(data: Dataset, picture: bytes | str) -> str:
-    """Return the path of an image, or its first sample if only its digest is known."""
+    """Return an image's path; if only its digest is known, the id of the first sample with it."""
     if isinstance(picture, str):
         return picture
     place = [one.tobytes() for one in data.table.sha256_M].index(picture)
@@ -162,8 +170,8 @@ def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFac
     """Load the environment in this process, as its actors will do, check it, and close it.
 
     Raises:
-        ConfigError: no such environment, wrong arguments, no data, no parser of its tool calls, or
-            any error that it raises itself.
+        ConfigError: no such environment, wrong arguments, no data, no parser of its tool calls,
+            settings or a checkpoint that do not suit it, or any error of the environment's code.
     """
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)
@@ -231,7 +239,7 @@ def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
 
     Raises:
         ConfigError: the checkpoint or a data file is missing.
-        RecordError: bad rows or images of either file, with file and line.
+        RecordError: bad rows or images, each with its file and line.
     """
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)

@@ -27,18 +27,23 @@ _NOT_THE_USERS = (
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentKeys:
-    """How errors name the keys, or options, that give a command its environment."""
+    """Names, for error messages, of the keys or options that choose a command's environment."""
 
     name: str
+    """Key of the environment's name."""
     args: str
+    """Key of the environment's arguments."""
     more: str = ""
-    """Further advice if the environment fails."""
+    """Further advice, added to the error if the environment's code fails."""
     again: str = "give it again"
-    """The remedy for a secret argument, which is not saved in files."""
+    """The remedy if a secret argument is missing, because secrets are not saved in files."""
 
 
 def loaded_environment(name: str, args: Mapping[str, object], keys: EnvironmentKeys) -> Environment:
-    """Call `load_environment(name, **args)`. Raises ConfigError for any error in it."""
+    """Return the environment `name`, made with `args`.
+
+    Raises ConfigError for any error of the environment's code.
+    """
     if missing := masked_keys(args):
         raise ConfigError(
             [
@@ -56,7 +61,8 @@ def loaded_environment(name: str, args: Mapping[str, object], keys: EnvironmentK
 def environment_errors(name: str, keys: EnvironmentKeys, key: str) -> Iterator[None]:
     """Turn errors of the environment's code, in the `with` block, into a ConfigError.
 
-    A ValueError is reported with its own text under `key`; others with the line that raised them.
+    A ValueError is reported with its own text under `key`. Any other error is reported under
+    `keys.name`, with the line of the environment's code that raised it.
     """
     try:
         yield

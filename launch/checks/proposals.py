@@ -43,8 +43,9 @@ class Proposal:
 def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
     """Return at most `MOST` sets of changes with which the run fits into memory, cheapest first.
 
-    Each possible change costs more than all changes before it together. More ranks are tried only
-    if nothing else fits.
+    Possible changes are, by rising cost: those in `_FIXED`, shorter rows, an adapter. Each change
+    counts as more expensive than all cheaper ones together. More ranks are tried only if nothing
+    else fits.
 
     Args:
         fitting: returns the estimate of a run that fits, None for a run that does not.
@@ -69,7 +70,7 @@ def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """A search over changes of one configuration."""
+    """A search for changes of one configuration with which the run fits into memory."""
 
     values: Mapping[str, Any]
     """The configuration, as JSON."""
@@ -86,7 +87,11 @@ class _Search:
         return False
 
     def minimal(self, possible: list[Change], required: list[tuple[Change, ...]]) -> list[Proposal]:
-        """Return every minimal set that fits and has one of `required`, the cheapest first."""
+        """Return all minimal sets of changes with which the run fits, the cheapest first.
+
+        A set has changes of `possible`, among them one entry of `required`. It is minimal if it
+        contains no smaller set with which the run fits.
+        """
         free = [change for change in possible if not any(change in taken for taken in required)]
         # First with all compatible changes together: if that does not fit, no subset fits.
         optimizers = [change for change in free if "training.optimizer" in change]
@@ -119,7 +124,7 @@ class _Search:
         return None if changed is None else self.fitting(changed)
 
     def changed(self, chosen: list[Change]) -> RunConfig | None:
-        """Return the configuration with these changes; None if they contradict each other."""
+        """Return the configuration with these changes; None if they are invalid together."""
         keys = [key for change in chosen for key in change]
         if len(set(keys)) < len(keys):
             return None

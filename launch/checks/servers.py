@@ -1,4 +1,4 @@
-"""Checks that a run's engine servers and teacher answer and suit it, and that ports are free."""
+"""Checks that a run's engine servers and teacher answer and are suitable; that ports are free."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ from shared.config.rollout import ServerEntry, ServerSection
 from shared.errors import RolloutError, UnreachableError
 
 ANSWER_S = 5.0
-"""Seconds for one answer. A run itself waits `server.timeout_s` for a server that is loading."""
+"""Time limit in seconds for one answer. Later, the run itself waits longer for a server that is
+still loading (`server.timeout_s`)."""
 INSPECT_S = 20.0
-"""Seconds for all questions to one server. Its engine answers some of them, and may be stuck."""
+"""Time limit in seconds for all requests to one server. Some requests are answered by the engine of
+the server, which may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"
 
 
 def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
-    """Yield a problem for each taken port on which learner rank 0, if it is here, would listen."""
+    """Yield a problem for each `group_port` that is taken on this machine.
+
+    Learner rank 0 listens on these ports, if it runs on this machine.
+    """
     for index, server in enumerate(servers):
         if not server.group_port:
             continue
@@ -48,14 +53,14 @@ def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswers:
-    """The answers of a run's engine servers to the questions of preflight."""
+    """What preflight has learned about a run's engine servers."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
     not_up: tuple[str, ...]
-    """The problems of servers that do not answer yet, for which a run would wait."""
+    """Those of `problems` about servers that do not answer yet. A run would wait for them."""
     devices: tuple[int, ...] | None
-    """Rollout devices of each server, in order; None if a server did not report them."""
+    """Number of rollout devices of each server, in order; None if a server did not report it."""
 
 
 def ask_servers(
@@ -65,15 +70,18 @@ def ask_servers(
     *,
     inspect_s: float = INSPECT_S,
 ) -> ServerAnswers:
-    """Send each engine server a starting run's questions, without waiting or changing anything.
+    """Send each engine server the requests with which a starting run checks it.
+
+    Does not wait for servers that are still loading, and does not change anything on them.
 
     Args:
         run: the name of the run in its requests.
-        settings: what the run requires. None: unknown, so only ask whether the servers are up.
-        inspect_s: time limit for all questions to one server.
+        settings: the engine settings that the run requires. None: not known, so the servers are
+            only asked whether they are up.
+        inspect_s: time limit in seconds for all requests to one server.
 
     Raises:
-        ConfigError: the token is not set.
+        ConfigError: the environment variable of the servers' bearer token is not set.
     """
     addresses = [replace(one, timeout_s=ANSWER_S) for one in server_addresses(section, run)]
 
@@ -115,7 +123,7 @@ def ask_servers(
 def teacher_problems(
     section: TeacherSection, model_path: str, max_length: int, *, waits: bool
 ) -> Iterator[str]:
-    """Send the teacher the questions of starting environment actors, and yield problems.
+    """Send the teacher the requests with which environment actors check it; yield problems.
 
     Args:
         model_path: folder whose tokenizer the teacher must share.
@@ -123,7 +131,7 @@ def teacher_problems(
         waits: a teacher that does not answer yet is not a problem.
 
     Raises:
-        ConfigError: its token is not set.
+        ConfigError: the environment variable of the teacher's bearer token is not set.
     """
     settings = TeacherSettings.from_section(section)
 
@@ -151,7 +159,7 @@ def teacher_problems(
 
 
 class _NotUp(str):
-    """The reason why a server does not answer at all."""
+    """The problem of a server that does not answer, or that is still loading."""
 
     __slots__ = ()
 
@@ -159,7 +167,7 @@ class _NotUp(str):
 async def _ask(
     index: int, address: ServerAddress, settings: EngineSettings | None, limit_s: float
 ) -> ServerFacts | str | None:
-    """Return the server's facts, or its problem; None if it is up and nothing else was asked."""
+    """Return the server's facts, or its problem; None if it is up and `settings` is None."""
     try:
         async with asyncio.timeout(limit_s):
             client = HttpClient(address.base_url, address)

@@ -22,10 +22,12 @@ def weight_warnings(
 ) -> list[str]:
     """Return warnings about a checkpoint whose files hold all of its model's weights.
 
-    They are about tensors that the model does not have, and a head that contradicts `config.json`.
+    The warnings are about tensors in the files that the model does not have, and about a head that
+    differs from the embedding although `config.json` ties the two.
 
     Raises:
-        ConfigError: the errors of `load_complete`. `for_engines`: tensors that vLLM refuses, too.
+        ConfigError: the errors of `load_complete`, or tensors of an unknown model type. With
+            `for_engines`, also tensors that vLLM refuses, or a missing embedding.
     """
     names = read_headers(folder, key=key)
     with _quiet():
@@ -58,9 +60,10 @@ def weight_warnings(
     if is_tied and head is not embedding and _differ(folder):
         warnings.append(
             f"{key}: config.json of {folder} ties the head to the embedding (tie_word_embeddings:"
-            " true), but its files hold a different lm_head.weight. Learner and engines use the"
-            " latter, and saved checkpoints say false. If the embedding is meant, as transformers 4"
-            " reads such files, remove lm_head.weight from them"
+            " true), but its files hold a different lm_head.weight. Learner and engines use this"
+            " lm_head.weight, and saved checkpoints have tie_word_embeddings: false. If the"
+            " embedding is meant, as transformers 4 reads such files, remove lm_head.weight from"
+            " the files"
         )
     return warnings
 
@@ -82,7 +85,7 @@ def _differ(folder: Path) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from printing progress bars, and tables of the differences found here."""
+    """Keep transformers from printing progress bars, and tables of missing or surplus tensors."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

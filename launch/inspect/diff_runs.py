@@ -62,7 +62,8 @@ SAMPLE_STAGES: dict[str, Callable[[Line], object]] = {
         else [_of(one, "advantage", "token_advantages") for one in line["examples"]]
     ),
 }
-"""For each stage of a sample, in order: what to compare of its line in `rollouts/`."""
+"""The stages of a sample in order. A function returns what a stage compares of the sample's line in
+`rollouts/`."""
 METRIC_STAGES = {
     "row": ("packing/",),
     "loss": ("loss/", "policy/"),
@@ -71,8 +72,8 @@ METRIC_STAGES = {
     "sync": ("weight_version", "sync/version"),
     "other": ("",),
 }
-"""Prefixes of the metrics of each stage after the sample stages. A metric belongs to the first
-stage that fits."""
+"""The stages of a step after those of its samples, each with prefixes of the metrics to compare. A
+metric belongs to the first stage with a prefix that fits."""
 NOT_LEARNED = (
     *("time/", "sync/", "rollout/decode_mode", "rollout/num_replaced"),
     *("rollout/logprob", "rollout/num_logprob", "rollout/num_compared"),
@@ -109,7 +110,7 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     """Compare two run folders. Returns lines to print, and whether the runs differ.
 
     Raises:
-        ConfigError: a folder holds no run.
+        ConfigError: a folder holds no run, or its metrics are incomplete.
     """
     lines = [f"A         {a}", f"B         {b}"]
     lines += [
@@ -144,7 +145,7 @@ def _metrics(run: Path) -> list[Line]:
     if not steps or steps != list(range(1, len(steps) + 1)):
         raise ConfigError(
             f"{run / 'metrics.jsonl'}: must have a line for every step from 1, and has"
-            f" {len(steps)} lines; compare runs with a step and with complete files"
+            f" {len(steps)} lines; compare runs of at least one step, with complete files"
         )
     return lines
 
@@ -207,7 +208,7 @@ def _computed(config: Line) -> Line:
 
 
 def _differences(a: object, b: object, field: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield the path and both values of each difference, in order."""
+    """Yield the differences of two JSON values in order: path of the field, its two values."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in (*a, *(name for name in b if name not in a)):
             path = f"{field}.{name}" if field else name

@@ -4,10 +4,10 @@
     rollmatch evaluate model=FOLDER data=FILE.jsonl [name=NAME] [a.b=VALUE ...]
 
 The command uses the configuration of the run, with the given keys changed: `data.val=...` evaluates
-on other data. For a model without a run, `data.answer_format` and `data.user_prompt` set format and
-prompt. Rollout actors generate, with the settings in `rollout_matching.vllm.actors`, whatever
-backend the run used. The report goes to the new folder `run/evaluations/NAME`, or to
-`outputs/evaluations/NAME` for a model.
+on other data. For a model without a run, `data.answer_format` and `data.user_prompt` set the answer
+format and the prompt. Rollout actors generate the answers, whatever backend the run used; their
+settings are in `rollout_matching.vllm.actors`. The report is written to the new folder
+`evaluations/NAME` in the run's folder, or to `outputs/evaluations/NAME` for a model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _BY_ACTORS_ALONE: Mapping[str, object] = {
 }
 
 MAX_CHARACTERS = 200
-"""Maximum length of an answer's text on the console."""
+"""Maximum number of characters of an answer's text on the console."""
 
 
 def _folder_name(name: str) -> str:
@@ -277,7 +277,8 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration to evaluate a model without a run, with absolute paths.
 
     `model.dtype` is float32 if the checkpoint has float32 weights, else bfloat16. The checkpoint's
-    positions limit the length of sequences. On CPU, engines do not compile.
+    `max_position_embeddings` limits the length of sequences. On CPU, engines do not compile the
+    model, because that takes minutes.
 
     Raises:
         ConfigError: the checkpoint is missing, or an override is invalid.
@@ -331,7 +332,10 @@ def report_folder(config: RunConfig, options: EvaluateOptions | ModelOptions) ->
 
 
 def _read_overrides(overrides: Sequence[str]) -> dict[str, object]:
-    """Read dotted keys and their values in the syntax of `launch.train`."""
+    """Return the values of overrides `a.b=VALUE` by dotted key, read as `launch.train` reads them.
+
+    Raises ConfigError for a value that cannot be read.
+    """
     changes = {}
     problems = []
     for override in overrides:

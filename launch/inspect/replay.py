@@ -3,9 +3,9 @@
     rollmatch replay run=RUN step=7
 
 The learner loads the last full checkpoint before the step, or else the run's model. It trains all
-steps up to the given one on the rollouts in `rollouts/`. Its metrics must equal `metrics.jsonl` bit
-for bit. Its weights must have the digest in `ledger.jsonl`, if that is recorded. The exit status is
-1 if they differ.
+steps up to the given one on the rollouts in `rollouts/`. The metrics of each step must equal
+`metrics.jsonl` bit for bit. The weights after it must have the digest in `ledger.jsonl`, if the run
+recorded a digest. The exit status is 1 if metrics or weights differ.
 
 The learner runs in this process, so breakpoints in it work. Runs with several learner ranks are
 refused, because one process sums gradients in another order.
@@ -73,7 +73,7 @@ def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
     weights = {line["step"]: line["weights"] for line in ledger if "weights" in line}
     config, first = _config(run, options.checkpoint, options.step)
     if options.step not in recorded:
-        raise ConfigError(f"step: {run} has the metrics of {len(recorded)} steps; choose one")
+        raise ConfigError(f"step: {run} has the metrics of {len(recorded)} steps; name one of them")
     numbers = range(first + 1, options.step + 1)
     if missing := [number for number in numbers if number not in recorded]:
         raise ConfigError(f"run: its metrics.jsonl lacks steps {missing}; restore the file")
@@ -100,8 +100,10 @@ def _examples(run: Path) -> ExampleCounts:
 
 
 def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, int]:
-    """Return a configuration that resumes before the step and writes nothing, and the number of
-    steps before its checkpoint.
+    """Return the configuration of a replay, and the number of steps before its checkpoint.
+
+    It resumes from a checkpoint before `step`, or starts with the run's model (0 steps before). It
+    writes no files.
     """
     states = {folder: state for folder, state in full_checkpoints(run) if state.step < step}
     if checkpoint is not None:
@@ -131,7 +133,7 @@ def _config(run: Path, checkpoint: Path | None, step: int) -> tuple[RunConfig, i
     if config.algorithm.learns_rewards and pipeline.policy_gradient is not None:
         raise ConfigError(
             "run: it trains on rewards of samples (policy_gradient), which needs log-probabilities"
-            " that its log does not keep; runs of this kind cannot be replayed yet"
+            " that the files in rollouts/ do not have; runs of this kind cannot be replayed yet"
         )
     if config.learner.world_size > 1:
         raise ConfigError(
@@ -174,8 +176,8 @@ def learn_again(
         examples: numbers of dataset rows of the run's environment; None without an environment.
 
     Raises:
-        ConfigError, RecordError: the log lacks a requested rollout, or has another one; also
-            errors of `Learner`.
+        ConfigError, RecordError: the log lacks a requested rollout, or has another rollout in its
+            place; also errors of `Learner`.
     """
     device = Device.CUDA if torch.cuda.is_available() else Device.CPU
     schedule = RunSchedule(config)
@@ -221,8 +223,8 @@ def _recorded(
         return [_group(request, played, logs) for request in requests]
     except FileNotFoundError as error:
         raise ConfigError(
-            f"run: {path} is not there, and a replay needs the rollouts of the run; run again with"
-            " telemetry.rollouts=true"
+            f"run: {path} does not exist, and a replay needs the rollouts of the run; run again"
+            " with telemetry.rollouts=true"
         ) from error
 
 
@@ -286,7 +288,7 @@ def _not_logged(what: str, step: int, position: int) -> ConfigError:
 
 
 def _version(answer: Rollout | tuple[EnvironmentRollout, ...]) -> int | None:
-    """Return the weight version of an answer; None if it has no tokens."""
+    """Return the version of the weights that generated an answer; None if it has no tokens."""
     if isinstance(answer, Rollout):
         return answer.weight_version
     versions = (example.weight_version for one in answer for example in one.examples)

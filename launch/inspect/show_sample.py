@@ -196,7 +196,11 @@ def _require_same_tokens(
     tokenizer: PreTrainedTokenizerBase,
     line: RolloutRecord,
 ) -> HFTokenCodec:
-    """Return the tokenizer's codec. Raises ConfigError if the log has other tokens."""
+    """Return the tokenizer's codec.
+
+    Raises ConfigError if the tokenizer is not the one of the run: with it, the tokens in the log do
+    not decode to the text in the log.
+    """
     problem = f"model.path: the tokenizer of {model} is not the one of the run"
     try:
         codec = HFTokenCodec(
@@ -249,7 +253,7 @@ def _pieces(path: Path, line: TrajectoryRecord) -> dict[int, bytes]:
 
 
 def _objective(pipeline: PipelineSection, channel: Channel) -> tuple[str, ...]:
-    """Describe the active modules by their weights and their non-empty settings."""
+    """Describe the active loss modules by their weights and their non-empty settings."""
     described = []
     for entry in pipeline.active(channel):
         settings = [
@@ -283,7 +287,7 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
 
 
 def _has_relative(example: ExampleEntry) -> bool:
-    """Return whether the learner computed an advantage of the example from its group's rewards."""
+    """Return whether the learner computed the advantage of any token from the group's rewards."""
     marks = example.get("token_is_relative")
     return marks is None or any(marks)
 

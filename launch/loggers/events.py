@@ -48,7 +48,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class MetricsEvent:
-    """Metrics of a step, or of the held-out report after it, for a logger.
+    """Metrics of a step, or of the held-out report after a step, for a logger.
 
     Example: `MetricsEvent(26, {"loss/total": 1.5, "rollout/decode_mode": "greedy"})`.
     """
@@ -104,11 +104,14 @@ MAX_CHARACTERS = 4000
 class RolloutTable:
     columns: tuple[str, ...]
     rows: list[tuple[Scalar, ...]]
-    """Each row has one value per column; all texts can be encoded."""
+    """Each row has one value per column; all texts can be encoded as UTF-8."""
 
 
 def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
-    """Return a table of the first rollouts of a JSONL file. Raises OSError."""
+    """Return a table of the first `MAX_ROWS` rollouts of a JSONL file.
+
+    Raises OSError, and ValueError for a line that is not JSON.
+    """
     with path.open("rb") as file:
         lines: Iterator[Any] = map(json.loads, file)
         match kind:
@@ -170,7 +173,10 @@ def _prediction_rows(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, S
 
 
 def _dialogue(messages: LoggedMessages | None) -> str:
-    """Write one message per line; fields that are not text are written as JSON."""
+    """Return messages as a text, with role and content of each message in a line.
+
+    Other fields of a message, and content that is not text, are written as JSON.
+    """
     if messages is None or isinstance(messages, str):
         return messages or ""
     lines = []

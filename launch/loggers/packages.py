@@ -1,4 +1,7 @@
-"""A logger for each tracking package of `telemetry.loggers`, imported when it begins."""
+"""A logger for each tracking package that `telemetry.loggers` may name.
+
+A package is imported when its logger is created.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from launch.loggers.events import MetricsEvent, PicturesEvent, RolloutTable, Run
 
 
 class Logger(ABC):
-    """A run as logged by one tracking package. Any exception of a method ends the logger."""
+    """Logs one run with one tracking package. Any exception of a method ends the logger."""
 
     @abstractmethod
     def __init__(self, run: RunEvent) -> None:
@@ -29,11 +32,14 @@ class Logger(ABC):
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """End the package's run, as failed if `failed`, when everything is written or sent."""
+        """Wait until everything is written or sent, and end the run in the package.
+
+        `failed`: the run counts as failed there.
+        """
 
 
 class _RunId:
-    """The file with the run's id, so that a resumed run continues the same logged run."""
+    """The file with the id that the package gave the run. A resumed run is logged under this id."""
 
     def __init__(self, run: RunEvent) -> None:
         self._file = run.folder / f"{run.logger}.id"
@@ -48,7 +54,7 @@ class _RunId:
 class TensorBoardLogger(Logger):
     """Logs to TensorBoard event files in `RUN/loggers/tensorboard`.
 
-    A resumed run discards the steps that it repeats.
+    If a run is resumed, the logged values of the steps that it repeats are discarded.
     """
 
     def __init__(self, run: RunEvent) -> None:
@@ -89,9 +95,10 @@ class TensorBoardLogger(Logger):
 
 
 class TrackioLogger(Logger):
-    """Logs to trackio, by default in its own folder (`TRACKIO_DIR`); `trackio show` opens it.
+    """Logs to trackio, by default in trackio's own folder (`TRACKIO_DIR`).
 
-    trackio identifies a run by its name, so the name ends in random letters.
+    `trackio show` shows the run. trackio identifies a run by its name, so the name ends in random
+    letters.
     """
 
     def __init__(self, run: RunEvent) -> None:

@@ -1,7 +1,8 @@
 """The process of one logger: `python -m launch.loggers.process FD LIMIT`.
 
-It answers every event of the driver with None, or with the logger's error; after an error it ends.
-The package's output goes to `RUN/loggers/NAME.log`.
+FD is the descriptor of the pipe to the driver, LIMIT the time limit for an event in seconds. The
+process answers every event of the driver with None, or with the logger's error; after an error it
+ends. The package's output goes to `RUN/loggers/NAME.log`.
 """
 
 from __future__ import annotations

@@ -113,10 +113,10 @@ def _names(loggers: Sequence[str]) -> list[str]:
 
 
 class Loggers:
-    """Sends a run's metrics, images and tables to its loggers. Only `close` waits."""
+    """Sends a run's metrics, images and tables to its loggers. Only `close` waits for them."""
 
     def __init__(self, config: RunConfig, *, first_step: int, warn: Callable[[str], None]) -> None:
-        """Begin the run in all loggers, or continue it after the step before `first_step`."""
+        """Begin the run in all loggers, or continue it with the step `first_step`."""
         section = config.telemetry
         limit = Timeout(config.timeouts.logger_s, "timeouts.logger_s")
         # The last two parts: a day and a time, or a sweep and its trial.
@@ -169,9 +169,9 @@ class Loggers:
             logger.put(event)
 
     def close(self, *, failed: bool) -> None:
-        """Wait until everything is logged, at most for `timeouts.logger_s`, and end all processes.
+        """Wait until everything is logged, and end the processes of all loggers.
 
-        A run that has failed waits for at most ten seconds.
+        Waits for at most `timeouts.logger_s` seconds, or `EARLY_END_S` if the run has failed.
         """
         limit_s = min(self._limit.seconds, EARLY_END_S) if failed else self._limit.seconds
         for logger in self._loggers:
@@ -194,7 +194,7 @@ class _LoggerClient:
         self._is_lost = False
         self._is_full = False
         self._num_put = 0
-        """Number of events of the driver, logged or not."""
+        """Number of events from the driver, whether they were logged or not."""
         self._num_logged = 0
         try:
             run.folder.mkdir(exist_ok=True)
@@ -276,7 +276,11 @@ class _LoggerClient:
                 self._lose("its process has ended")
 
     def _lose(self, fault: str, then: str = "and the run continues without it") -> None:
-        """Give up the logger, and report the first cause."""
+        """End the logger's process, and warn that the logger failed because of `fault`.
+
+        `then` is the consequence that the warning names. Does nothing if the logger has failed
+        already.
+        """
         if self._is_lost:
             return
         self._is_lost = True

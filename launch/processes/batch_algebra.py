@@ -30,7 +30,9 @@ class BatchAlgebra:
     effective_batch_size: int
     """Samples per update: ranks x `per_device_train_batch_size` x `gradient_accumulation_steps`."""
     raw_rollouts_per_step: int
-    """Rollouts per channel-B step over all learner ranks; 0 if the variant uses none."""
+    """Rollouts per channel-B step over all learner ranks; 0 if the trainer variant uses no
+    rollouts.
+    """
     share_per_rank: tuple[int, ...]
     engine_noun: str
     """Name of an engine in printed lines: actor, server, or engine (in a learner rank)."""
@@ -41,18 +43,22 @@ class BatchAlgebra:
     chunk: int
     """Maximum number of rollouts of one learner rank in a round."""
     group_size: int
-    """Rollouts of one example of an environment, which stay together; 1: there are no groups."""
+    """Number of rollouts of one example of an environment. They are learned by one rank, in one
+    round. 1: there are no groups.
+    """
     refill_rounds: int
     """Maximum number of times that a step's rollout groups without learning signal are replaced."""
     rounds: tuple[tuple[range, ...], ...]
-    """`[round][rank]`: positions in a channel-B step of the rollouts that the rank learns."""
+    """`[round][rank]`: positions, in a channel-B step, of the rollouts that the rank learns."""
     shares: tuple[tuple[int, ...], ...]
     """`[round][engine]`: number of rollouts that the engine generates in the round."""
     packing_length: int
     """Capacity of a packed row in tokens."""
     row_rule: RowRule
     packing_window: int | None
-    """Rollouts or segments after which rows are packed; None unless `row_rule` is STEP."""
+    """Number of rollouts (with groups: segments) after which packed rows are built. None unless
+    `row_rule` is STEP.
+    """
     updates: int
     """Optimizer updates of the run."""
     updates_per_step: int
@@ -137,7 +143,8 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
     """Compute the sizes of a run's rounds, shares and rows.
 
     Args:
-        devices: number of devices of each rollout engine, if servers had to be asked for it.
+        devices: number of devices of each rollout engine, as the servers report it; None: as
+            configured.
 
     Raises:
         ValueError: `decode_batch_size` is too small for a rollout per learner rank and round.

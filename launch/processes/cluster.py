@@ -77,7 +77,7 @@ class Cluster:
         self._observer = observer
         self._budget = RestartBudget(config.rollout_matching.vllm.actors)
         self.ray_logs: Path | None = None
-        """The folder of the Ray session's logs, on this node; None: not connected yet."""
+        """The folder of the Ray session's logs, on this node; None before the connection to Ray."""
         # A stack, so that all callbacks run even if one of them fails.
         self._ends = ExitStack()
 
@@ -214,7 +214,10 @@ class Cluster:
     def _reach_servers(
         self, placement: Placement, section: ServerSection, learner: LearnerClient
     ) -> RolloutClient:
-        """Create an actor for each server, which is the server's client and reserves nothing."""
+        """Create an actor for each server: the server's client, which reserves no CPU and no GPU.
+
+        Return the client of these actors.
+        """
         settings = settings_of_run(self._config, placement, self._images)
         run = run_name(self._config.telemetry.run_dir, is_start=True)
         addresses = server_addresses(section, run)
@@ -243,7 +246,7 @@ class Cluster:
         *,
         servers: Sequence[str] | None = None,
     ) -> Replacements | None:
-        """Return the replacements of lost actors; None if the run does not permit any."""
+        """Return what replaces lost actors; None if the run permits no replacements."""
         if self._config.rollout_matching.vllm.actors.max_restarts == 0:
             return None
         start, check = timeouts.start, timeouts.start_check
@@ -330,7 +333,8 @@ class Cluster:
     ) -> ActorHandle:
         """Create a Ray actor of `shell`, with the scheduling strategy `where`.
 
-        If it is not the first actor of its place, its client ends it.
+        If `is_first`, the actor is killed when the cluster ends. Otherwise the actor's client kills
+        it.
         """
         actor = shell.options(
             name=name,
@@ -470,15 +474,16 @@ IN_RANKS: dict[str, Callable[[RunConfig, Placement, ImageNeeds], MakeEngine]] = 
     "hf": _hf,
     "colocate": _colocated,
 }
-"""Functions that return the factory of the engine in a learner rank's process, by backend name."""
+"""By backend name, a function that returns the factory of a learner rank's engine."""
 
 
 def make_backend(
     config: RunConfig, placement: Placement, images: ImageNeeds, examples: ExampleCounts | None
 ) -> MakeBackend:
-    """Return the factory of what generates rollouts in a learner rank's process.
+    """Return the factory of the backend that generates rollouts in a learner rank's process.
 
-    It is an engine, or an environment that calls an engine and has `examples`.
+    The backend is an engine, or an environment that calls an engine. `examples` are the example
+    counts of the environment.
     """
     make_engine = IN_RANKS[config.rollout_matching.backend_name](config, placement, images)
     if config.environment is None:

@@ -1,4 +1,4 @@
-"""The settings of a run's engines, and the `runtime_env` of the other processes."""
+"""The settings of a run's engines, and the Ray `runtime_env` of the run's other processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
 def neighbour_env(
     config: RunConfig, placement: Placement, images: ImageNeeds, **variables: str
 ) -> dict[str, object]:
-    """Return the Ray `runtime_env` of a learner rank or environment actor, with these variables."""
+    """Return the Ray `runtime_env` of a learner rank or an environment actor.
+
+    `variables` are additional environment variables.
+    """
     variables |= {"HF_HUB_OFFLINE": "1"}
     # On CPU it is forked from a warm Python like the engines, if there is one: a warm Python that
     # only this process uses would cost more than it saves.

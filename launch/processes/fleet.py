@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ALIVE_S = 30.0
-"""Minimum seconds for an idle actor to answer, and so show that it is not stopped or stuck."""
+"""Seconds within which an idle actor must answer a check that it is not stopped or stuck.
+
+`Fleet.lose_silent` waits longer if another limit is longer.
+"""
 HTTP_CLIENT_MARGIN_S = 60.0
-"""Seconds that Ray waits beyond a server client's own limits, for work around its requests."""
+"""Seconds that the driver waits longer than a server's client, for its work around requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,12 @@ class RolloutTimeouts:
 
     start: Timeout
     generate: Timeout | None
-    """Limit of a round; None: no limit here, because the actors watch their servers themselves."""
+    """Limit of a round; None: the driver sets no limit, because the actors watch their servers."""
     sync_phase: Timeout
     """Limit of each phase of a weight sync."""
     stall: Timeout | None = None
-    """Limit without a new token from an engine with open requests, or without any answer. None: no
-    actor is watched in a round."""
+    """Limit for an engine with open requests to sample a token, and for an actor to answer a check.
+    None: no actor is watched in a round."""
     join: Timeout | None = None
     """Limit for the engines to connect to the sending learner rank; None: `sync_phase`."""
     check: str = (
@@ -57,7 +60,7 @@ class RolloutTimeouts:
     start_check: str = START_CHECK
     """What to check if a start is late."""
     closed_s: float = CLOSED_S
-    """Seconds for all actors together to end by themselves."""
+    """Seconds for all actors together to end by themselves, before they are killed."""
 
     @classmethod
     def for_actors(cls, timeouts: TimeoutsSection) -> RolloutTimeouts:
@@ -72,9 +75,11 @@ class RolloutTimeouts:
     def for_servers(
         cls, section: ServerSection, timeouts: TimeoutsSection, *, watched: bool
     ) -> RolloutTimeouts:
-        """Return the limits for engines that are servers: clients limit each call and try it twice.
+        """Return the limits for engines that are servers.
 
-        `watched`: servers that stall are given up, whatever calls they still have.
+        The servers' clients limit each call themselves, and try it `TRIES` times.
+
+        `watched`: a server that stalls during a round is given up, even if calls to it are open.
         """
         key = "rollout_matching.vllm.server"
         start_s = section.timeout_s + timeouts.start_s
@@ -141,20 +146,22 @@ class Fleet:
         asks_next_on_failure: bool = False,
         replacements: Replacements | None = None,
     ) -> None:
-        """Take over the Ray actors.
+        """Become the owner of these Ray actors.
 
         Args:
-            devices: rollout devices of each actor; empty: the actors are asked at the start.
-            asks_next_on_failure: after an UnreachableError the next actor gets the requests, after
-                its own requests; for servers launched elsewhere.
-            replacements: starts new actors in place of lost actors, whose requests go to other
-                actors; None: a lost actor is an error.
+            devices: number of rollout devices of each actor; empty: the actors report it at the
+                start.
+            asks_next_on_failure: whether the requests of an actor that raised an UnreachableError
+                go to the next actor, which first answers its own requests. For servers launched
+                elsewhere.
+            replacements: starts new actors in place of lost actors. The requests of a lost actor go
+                to other actors. None: a lost actor is an error.
         """
         self.actors = tuple(actors)
         self.names = tuple(names)
         self.timeouts = timeouts
         self.devices = tuple(devices)
-        """Rollout devices of each actor, in order; empty before the start."""
+        """Number of rollout devices of each actor, in order; empty before the start."""
         self.asks_next_on_failure = asks_next_on_failure
         self._replacements = replacements
 
@@ -172,7 +179,7 @@ class Fleet:
         return None if limit is None else StallWatch(self.names, limit)
 
     def start(self) -> None:
-        """Start all actors at once and wait for them. Actors killed meanwhile are replaced.
+        """Start all actors at once and wait for them. Actors killed during the start are replaced.
 
         Raises:
             RolloutError: phase "start"; a LostStartError if another start may succeed.
@@ -225,7 +232,8 @@ class Fleet:
 
         Args:
             answers: references to each actor's answer.
-            after_failed_sync: wait longer, as an engine may stay in the sync for one more phase.
+            after_failed_sync: wait longer, because an engine may stay in the failed sync for one
+                more phase.
         """
         limit_s = ALIVE_S
         if after_failed_sync:
@@ -251,7 +259,10 @@ class Fleet:
         return is_lost
 
     def join(self) -> bool:
-        """Wait for the replacements of lost actors, and use them; return whether there were any."""
+        """Wait for the replacements of lost actors, and use them from now on.
+
+        Return whether there were any.
+        """
         joined = self._take_over()
         for index, num_devices in joined.items():
             if num_devices != self.devices[index]:
@@ -263,8 +274,9 @@ class Fleet:
         return bool(joined)
 
     def _take_over(self) -> dict[int, int]:
-        """Wait for the actors that are being started, and put them in their places. Return their
-        rollout devices, by place.
+        """Wait for the new actors, and put each in the place of the lost actor.
+
+        Return the number of rollout devices of each new actor, by the actor's index.
         """
         joined = {} if self._replacements is None else self._replacements.join()
         actors = list(self.actors)
@@ -278,7 +290,10 @@ class Fleet:
         return [] if self._replacements is None else self._replacements.pop_done()
 
     def close(self) -> None:
-        """End all actors, and kill those that still run after `closed_s`. Harmless if repeated."""
+        """End all actors, and kill those that still run after `closed_s`.
+
+        A second call is harmless.
+        """
         if self._replacements is not None:
             self._replacements.close()
         # An actor that is still loading does not take calls.
@@ -291,7 +306,8 @@ class Fleet:
 def _require_several(processes: Sequence[str]) -> None:
     """Raise ConfigError if two base_urls lead to the same server.
 
-    The server would take its second weight sync for a sync of another run.
+    `processes` are the servers' ids. With two addresses, a server would get each weight sync twice,
+    and take the second for a sync of another run.
     """
     for index, process in enumerate(processes):
         first = processes.index(process)

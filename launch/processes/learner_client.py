@@ -1,7 +1,7 @@
 """The driver's proxy of the learner: all ranks as one, on Ray or in a thread of this process.
 
-The driver calls a method of `LearnerClient`, which sends a function to every rank. There an
-executor calls the function with the `LearnerRank`.
+A method of `LearnerClient` sends a function to every rank. In the rank's process, the function is
+called with the `LearnerRank` as its argument.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RunObserver(Protocol):
         """Show that the run waits for `what` during the `with` block."""
 
     def sync(self, report: SyncReport) -> None:
-        """Record a weight sync outside of a step."""
+        """Record a weight sync that is not part of a step."""
 
 
 class Unobserved:
@@ -114,20 +114,25 @@ SHOWN = {
     "save": "a checkpoint",
     "finish_save": "a checkpoint",
 }
-"""What a terminal shows while a call waits for the learner ranks, by call; other calls: nothing."""
+"""By name of a call to the learner ranks, what the console shows while the driver waits for it.
+Nothing is shown for other calls.
+"""
 
 
 class RankExecutor(Protocol):
     """Interface that runs tasks (functions of a `LearnerRank`) in each learner rank, one at a time.
 
-    A rank runs tasks in the order of the calls. If a task's other arguments are references, the
-    task gets their values.
+    A rank runs its tasks in the order of the calls. A task's first argument is the `LearnerRank`.
+    If another argument is a reference, the task gets the value that it refers to.
     """
 
     num_ranks: int
 
     def ask(self, rank: int, name: str, task: Callable[..., object], *arguments: object) -> object:
-        """Send a task to a rank; return a reference to its result. Process monitors show `name`."""
+        """Send a task to a rank; return a reference to the task's result.
+
+        Process monitors show `name`.
+        """
 
     def ask_kept(
         self, rank: int, name: str, task: Callable[..., Sequence[object]], *arguments: object
@@ -138,18 +143,24 @@ class RankExecutor(Protocol):
         """
 
     def ask_at_once(self, rank: int, task: Callable[[LearnerRank], object]) -> object:
-        """Run the task on this rank at once, even during another; return its result's reference."""
+        """Run the task on this rank at once, even while another task runs there.
+
+        Return a reference to the task's result.
+        """
 
     def put(self, value: object) -> object:
         """Store a value once for all ranks, and return a reference to it."""
 
     def wait(self, call: LearnerCall, asked: Sequence[tuple[str, object]]) -> list[object]:
-        """Wait for (rank name, reference) pairs; return the results or raise the clearest error."""
+        """Wait for the results of (rank name, reference) pairs, and return them.
+
+        If ranks failed, raise the clearest of their errors.
+        """
 
     def close(self, timeout_s: float) -> None:
         """End the engine or environment in each rank's process.
 
-        Ranks that are actors are waited for, at most `timeout_s`.
+        If ranks are actors, wait at most `timeout_s` seconds for that.
         """
 
 
@@ -180,7 +191,10 @@ class RayRanks:
         return wait_for_all(call, asked)
 
     def close(self, timeout_s: float) -> None:
-        """Wait, at most `timeout_s`, until the ranks' engines end. Actors are killed later."""
+        """Wait, at most `timeout_s` seconds, until the ranks' engines end.
+
+        The caller kills the actors later.
+        """
         closing = [actor.run_at_once.remote(lambda rank: rank.close()) for actor in self._actors]
         ray.wait(closing, num_returns=len(closing), timeout=timeout_s)
 
@@ -188,7 +202,8 @@ class RayRanks:
 class LearnerClient:
     """The driver's client of the learner: methods call all ranks and wait for the slowest.
 
-    Lists are in rank order. Errors of the learner are raised unchanged.
+    Arguments and results that are lists have one entry per learner rank, in rank order. Errors of
+    the learner are raised unchanged.
     """
 
     offers_adapter = False
@@ -198,7 +213,9 @@ class LearnerClient:
     num_threads = 0
     """Number of torch threads in each rank's process, after the start."""
     row_difference: float | None = None
-    """As in `learner.learner.Learner`, after the start."""
+    """Largest difference of a log-probability, in nats, between a packed row and its segments in
+    separate rows. None before the start, and for vision models (`learner.learner.Learner`).
+    """
 
     def __init__(
         self,
@@ -223,9 +240,9 @@ class LearnerClient:
         self._closed_s = CLOSED_S
         self._updates_per_batch = 1
         self._num_rounds = 0
-        """Number of rounds of the current step that were learned."""
+        """Number of rounds of the current step from which the ranks have learned."""
         self._patience_s = math.inf
-        """Seconds of a call during which NCCL's watchdog does not end a waiting rank."""
+        """Seconds from the start of a call in which NCCL's watchdog does not end a waiting rank."""
 
     def start(
         self,
@@ -235,13 +252,14 @@ class LearnerClient:
         examples: ExampleCounts | None = None,
         limit: Timeout | None = None,
     ) -> None:
-        """Load model and data on every learner rank, and the engine in its process if it has one.
+        """Load model and data on every learner rank, and the engine if the rank has its own.
 
         Args:
-            topologies: one for each rank.
+            topologies: each rank's place in weight syncs.
             make_backend: makes the engine or environment in a rank; None: engines are elsewhere.
             examples: example counts of the run's environment, if it has one.
-            limit: time limit of the start; None: `timeouts.start_s`. Not used without time limits.
+            limit: time limit of the start; None: `timeouts.start_s`. No effect if the client has no
+                time limits.
 
         Raises:
             Exception: a rank's error about model, data or engine.
@@ -302,7 +320,7 @@ class LearnerClient:
         return list(itertools.chain(*scored))
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        """Return rank 0's offer of a weight sync. All ranks help, to gather a sharded model.
+        """Return rank 0's offer of a weight sync. The other ranks help to gather a sharded model.
 
         `again`: offer the current version, whose weights have not changed, once more.
         """
@@ -315,7 +333,10 @@ class LearnerClient:
         return offers[0]
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        """Begin to send the offered weights from rank 0, which enforces its limits itself."""
+        """Begin to send the offered weights from rank 0.
+
+        Rank 0 enforces the time limits of the offer itself.
+        """
         sending = self._ranks.ask(
             0, "send_weights", lambda rank: rank.learner.publisher.send(offer)
         )
@@ -326,7 +347,10 @@ class LearnerClient:
         return self._threads.submit(lambda: self._wait("send_weights", limit, [sending])[0])
 
     def sync_done(self, noise: Differences | None) -> None:
-        """Report a finished weight sync to every rank, and the noise of log-probabilities."""
+        """Report a finished weight sync to every rank.
+
+        `noise` are the canary's differences at weight version 0, if the sync measured them.
+        """
         limit = self._limit("sync_phase_s")
         self._all("sync_done", lambda rank: rank.learner.publisher.done(noise), limit)
 
@@ -346,10 +370,10 @@ class LearnerClient:
         self._wait("leave_groups", limit, [leaving])
 
     def stop(self, *, timeout_s: float) -> int:
-        """Stop the work of all ranks, and return the number of updates of their weights.
+        """Stop the work of all ranks, and return the number of finished steps.
 
-        A rank stops learning after the current row, and generating before the next token.
-        `timeout_s` is timeouts.interrupt_s, the limit for all ranks to stop.
+        A rank stops learning after the current row. It stops generating before the next token.
+        `timeout_s` (timeouts.interrupt_s) is the limit for all ranks to stop, in seconds.
         """
         ranks = range(self._ranks.num_ranks)
         # These calls are not waited for, because one limit is for them and the next call.
@@ -386,12 +410,16 @@ class LearnerClient:
 
         Args:
             run: the driver's part of the checkpoint, as JSON.
-            answers_ahead: rollouts of the next step's first round, if generated already.
-            background: copy the state, and write it during the next steps, until `finish_save`.
-            timeout_s: the rest of timeouts.interrupt_s when a run is being ended.
+            answers_ahead: rollouts of the next step's first round, if they have been generated
+                already.
+            background: copy the state now, and write the copy during the next steps. `finish_save`
+                completes the checkpoint.
+            timeout_s: time limit in seconds: what is left of timeouts.interrupt_s if the run is
+                being ended; None: timeouts.learn_s.
 
         Returns:
-            Why it was not written in the background although `background` is set; else None.
+            Why the checkpoint was not written in the background although `background` is set; else
+            None.
         """
         shares = answers_ahead or [[] for _ in self._names]
         return self._on_rollouts(
@@ -404,8 +432,9 @@ class LearnerClient:
     def finish_save(self, *, wait: bool, timeout_s: float | None = None) -> list[Span] | None:
         """Complete the checkpoint that is written in the background, if all ranks have written it.
 
-        `wait`: wait until they have. Returns the times of writing (empty if no save was begun), or
-        None if it is incomplete. Raises StorageError; another call writes the checkpoint again.
+        `wait`: first wait until all ranks have written it. Returns the periods of writing (empty if
+        no save was begun), or None if the checkpoint is still incomplete. Raises StorageError;
+        another call then writes the checkpoint again.
         """
         limit = self._save_limit(timeout_s)
         written = self._all("finish_save", lambda rank: rank.learner.finish_save(wait=wait), limit)
@@ -425,14 +454,19 @@ class LearnerClient:
     def generate(self, round_: PerRank, limit: Timeout) -> Future[PerRank]:
         """Begin a round of rollouts: each rank's own engine generates what the rank learns.
 
-        The future holds, for each rank, references to its rollouts.
+        The future holds, for each rank, a list with one reference, to the list of the rank's
+        rollouts. It is empty if the rank has no requests.
         """
 
         def generate(rank: LearnerRank, places: range, *objects: SentRequests) -> list[object]:
             return rank.generate(objects, places)
 
         def ask() -> dict[int, tuple[object, object]]:
-            """Send each rank its requests; return references to its rollouts and their number."""
+            """Send each rank its requests.
+
+            Return two references for each rank with requests: one to the list of the rank's
+            rollouts, and one to the number of these rollouts.
+            """
             sent = {}
             for rank, requests in enumerate(round_):
                 if requests:
@@ -451,7 +485,10 @@ class LearnerClient:
         return self._threads.submit(collect)
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin a weight sync into each rank's own engine. The future holds the slowest report."""
+        """Begin a weight sync into each rank's own engine.
+
+        The future holds one report for all ranks, with the times of the slowest rank.
+        """
 
         def receive(rank: LearnerRank, offer: WeightOffer) -> SyncReport:
             return rank.receive_weights(offer)
@@ -465,7 +502,10 @@ class LearnerClient:
         )
 
     def _begin(self, phase: str, draw: Callable[[Learner], list[Any]]) -> PerRank:
-        """Begin a step, a refill or a report. Returns references to each rank's requests."""
+        """Begin a step, a refill of the step or a held-out report.
+
+        `draw` makes the requests of a rank. Returns references to each rank's requests.
+        """
         # The requests are not waited for: an engine begins as soon as its own are ready.
         counts = self._all(phase, lambda rank: rank.begin(draw(rank.learner)))
 
@@ -492,7 +532,10 @@ class LearnerClient:
         task: Callable[[LearnerRank, list[Any]], T],
         limit: Timeout | None = None,
     ) -> list[T]:
-        """Run a task on every rank with the rank's own rollouts; `limit` None: timeouts.learn_s."""
+        """Run a task on every rank with the rank's own rollouts, and return the results.
+
+        `limit` None: timeouts.learn_s.
+        """
 
         def joined(rank: LearnerRank, *shares: list[Any]) -> T:
             return task(rank, list(itertools.chain(*shares)))
@@ -508,7 +551,7 @@ class LearnerClient:
     def _all(
         self, phase: str, task: Callable[[LearnerRank], T], limit: Timeout | None = None
     ) -> list[T]:
-        """Run a task on every rank; `limit` None: timeouts.learn_s."""
+        """Run a task on every rank, and return the results. `limit` None: timeouts.learn_s."""
         asked = self._ask_all(phase, task)
         return self._wait(phase, limit or self._limit("learn_s"), asked)
 
@@ -519,13 +562,18 @@ class LearnerClient:
     def _ask(self, ask: Callable[[], T]) -> T:
         """Run `ask`, which calls several ranks, in the single thread for such calls.
 
-        No signal is handled in that thread: an interruption between two ranks' calls would leave
-        them in different collectives. Calls after an interruption come after it on every rank.
+        No signal is handled in that thread. Otherwise an interruption could come between the calls
+        of two ranks, which would then wait in different collectives. Every rank gets later calls of
+        the driver after the calls of `ask`, even if the driver was interrupted.
         """
         return self._asking.submit(ask).result()
 
     def _wait(self, phase: str, limit: Timeout | None, asked: Sequence[object]) -> list[Any]:
-        """Return the answers to the calls of the first ranks, or raise the most useful error."""
+        """Wait for the ranks' answers to a call, and return them.
+
+        `asked` has a reference for each rank from rank 0 on. If several ranks failed, an error that
+        is not caused by another rank's failure is raised first.
+        """
         named = list(zip(self._names, asked, strict=False))
         shown = SHOWN.get(phase)
         with self._observer.waits_for(shown) if shown else nullcontext():
@@ -544,7 +592,10 @@ class LearnerClient:
         *,
         why: str = "",
     ) -> Timeout | None:
-        """Return the limit of this key, multiplied by `times`; None: there are no limits."""
+        """Return the time limit of this key, multiplied by `times`; None if there are no limits.
+
+        `why` is added to the key in messages.
+        """
         if self._timeouts is None:
             return None
         limit = self._timeouts.limit(name)

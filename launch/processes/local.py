@@ -1,7 +1,7 @@
 """A run in one process and without Ray: `cluster=local`.
 
-The learner, and the engine next to it (`hf`, or vLLM's mode `colocate`), run in a thread. So a
-breakpoint works anywhere. Results are the same as on Ray, bit for bit.
+The learner and its engine (`hf`, or vLLM's mode `colocate`) run in a thread of this process. A
+debugger's breakpoint works anywhere in them. Results are the same as on Ray, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ T = TypeVar("T")
 class ThreadRank:
     """A `RankExecutor` for the only learner rank, in a thread of this process.
 
-    References are futures. Interruptions reach only the main thread. So the learner stops between
-    two rows, and never inside an update.
+    The references that its methods return are `Future`s. Ctrl-C interrupts only the main thread, so
+    it cannot break off an optimizer update in the learner's thread. A learner that is asked to stop
+    does so between two rows (`Learner.stop`).
     """
 
     num_ranks = 1
@@ -92,7 +93,10 @@ class ThreadRank:
 
 
 class LocalRun:
-    """The learner and the engine of a run in this process. On exit both end."""
+    """The learner and the engine of a run in this process; a context manager.
+
+    On exit from the `with` block both end.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from shared.weight_sync.transports import Device, Sharing, TransportKind, choose
 
 _ACTORS = "rollout_matching.vllm.actors"
 _HINTS = {"GPU": "0 on both sides runs on CPU", "CPU": "fractions are allowed"}
-"""Hints on the values of a resource's keys, by Ray's name of the resource."""
+"""By Ray's name of a resource, a hint in messages on the values of the resource's keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,15 @@ class Resources:
     """
 
     cpus: float
-    """Cores."""
+    """Number of CPU cores."""
     gpus: float
 
     @classmethod
     def of(cls, named: Mapping[str, float]) -> Resources:
-        """Read the amounts from Ray's resources by name. A node without GPUs has no `GPU`."""
+        """Read amounts from Ray's mapping of resource names.
+
+        Nodes without GPUs have no entry `GPU`.
+        """
         return cls(named.get("CPU", 0.0), named.get("GPU", 0.0))
 
     @classmethod
@@ -38,7 +41,7 @@ class Resources:
         return cls(sum(each.cpus for each in of), sum(each.gpus for each in of))
 
     def named(self) -> dict[str, float]:
-        """Return the amounts as Ray's resources by name."""
+        """Return the amounts by Ray's names of the resources: `CPU` and `GPU`."""
         return {"CPU": self.cpus, "GPU": self.gpus}
 
     def hold(self, other: Resources) -> bool:
@@ -60,12 +63,15 @@ class Placement:
     devices_per_engine: int
     """Tensor-parallel devices of each engine that the run starts."""
     device: Device
-    """Kind of device of engines and learner: weights travel between GPUs or between CPUs."""
+    """Kind of device of engines and learner, which must be equal: GPUs or CPUs."""
     transport: TransportKind
 
     @property
     def bundles(self) -> list[Resources]:
-        """Ray's bundles: resources of each process, within one node; first engines, then ranks."""
+        """Ray's bundles: the resources of each process, first engines, then ranks.
+
+        Ray places each bundle on one node.
+        """
         return [*self.engines, *self.ranks]
 
     @property
@@ -80,10 +86,11 @@ def plan_placement(
     """Return the resources that the configuration requests from a cluster of these nodes.
 
     Args:
-        learns: False: only for the rollout actors.
+        learns: whether there is a learner; False: only rollout actors are placed.
 
     Raises:
-        ConfigError: too few resources on all nodes or on the largest, or GPUs only on one side.
+        ConfigError: all nodes together, or every single node, have too few resources; or only one
+            of learner and engines has GPUs.
     """
     has_gpus = any(node.gpus > 0 for node in nodes)
     actors = config.rollout_matching.vllm.actors
@@ -159,7 +166,7 @@ def _in_ranks(
 
 
 def _gpus_per_rank(nodes: Sequence[Resources], num_ranks: int) -> int:
-    """Return the most GPUs of one node that each rank can have, at least 1."""
+    """Return the largest number of GPUs that every rank can have on one node, at least 1."""
     for size in range(int(max(node.gpus for node in nodes)), 1, -1):
         if sum(int(node.gpus) // size for node in nodes) >= num_ranks:
             return size
@@ -194,7 +201,11 @@ def _too_large(
 
 
 def _actor_size_key(actors: ActorsSection, kind: str) -> str:
-    """Return the key of the actors' resources, or the key of the devices that determine them."""
+    """Return the key to correct if an actor needs too much of a resource (`kind`: CPU or GPU).
+
+    It is `gpus_per_actor` or `cpus_per_actor`, or the number of tensor-parallel devices if that
+    determines the resource.
+    """
     resources = actors.gpus_per_actor if kind == "GPU" else actors.cpus_per_actor
     if resources is not None or actors.tensor_parallel_size == 1:
         return f"{_ACTORS}.{kind.lower()}s_per_actor"

@@ -23,14 +23,14 @@ from shared.errors import ConfigError
 LISTEN_S = 5.0
 """Limit in seconds to open a connection to the address of a Ray cluster."""
 ANSWER_S = 60.0
-"""Limit in seconds for the Ray cluster to answer. It begins after Ray is imported."""
+"""Limit in seconds for the Ray cluster to answer. The time begins after Ray has been imported."""
 _CHECK_OWN = (
     "check that this machine has memory and disk for Ray (`free -h`, `df -h /tmp`), or train in one"
     " process (cluster=local)"
 )
 _CHECK_CLUSTER = (
     "check `ray status` there, cluster.temp_dir and, if the cluster asks for a token,"
-    " RAY_AUTH_MODE=token, or use local"
+    " RAY_AUTH_MODE=token, or set cluster.address=local"
 )
 _GAVE_UP = 3
 _ASK = f"""\
@@ -45,13 +45,18 @@ except Exception as error:
     sys.exit(f"{{type(error).__name__}}: {{error}}")
 print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
 """
-"""A program that prints the resources of each node; its arguments are address and seconds."""
+"""A program that prints the resources of each node.
+
+Its arguments are the address of the Ray cluster and the time limit in seconds.
+"""
 
 
 def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
-    """Return CPUs and GPUs of each node that Ray has, or would find, without starting Ray.
+    """Return the CPUs and GPUs of each node of the Ray cluster, without starting Ray.
 
-    `start_s` is timeouts.start_s, the limit of importing Ray.
+    For the address `local`, they are the CPUs and GPUs that Ray would find on this machine.
+
+    `start_s` is timeouts.start_s, the limit in seconds for importing Ray.
 
     Raises:
         ConfigError: no cluster at the address answers in time.
@@ -98,8 +103,9 @@ class Session(NamedTuple):
 def connect(cluster: ClusterSection, **options: object) -> Session:
     """Call `ray.init` at the configured address.
 
-    The processes of the run's own cluster do not get signals to this process's group. The cluster's
-    sockets are in a folder that only this user can enter.
+    If the address is `local`, Ray starts a cluster for the run. Signals to this process's group do
+    not reach the cluster's processes. The cluster's sockets are in a folder that only this user can
+    enter.
 
     Raises ConfigError if no cluster is reached.
     """
@@ -135,7 +141,10 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
 
 
 def _private_ray_folder(cluster: ClusterSection) -> Path:
-    """Make the folder of Ray's sessions, and this user's token. Raises ConfigError."""
+    """Make the folder of Ray's sessions, and the file with this user's Ray token.
+
+    Return the folder. Raises ConfigError.
+    """
     folder = ray_folder(cluster)
     private, token = folder.parent, ray_token_file()
     try:
@@ -166,7 +175,7 @@ def _private_ray_folder(cluster: ClusterSection) -> Path:
 
 
 def who_gets_in(dashboard_url: str) -> list[str]:
-    """Return console lines about access to Ray: its dashboard, if there is one, and its token."""
+    """Return console lines about access to Ray: by its dashboard, if it has one, and its token."""
     is_open = os.environ.get("RAY_AUTH_MODE") == "disabled"
     lines = []
     if dashboard_url:
@@ -185,8 +194,8 @@ def who_gets_in(dashboard_url: str) -> list[str]:
 def deaf_to_hangup() -> Iterator[None]:
     """Make processes started in the `with` block ignore SIGHUP, the signal of a closed terminal.
 
-    They share its group, and get the signal, if this process leads the session, as under
-    `ssh -t HOST COMMAND`.
+    This is needed if this process leads the session, as under `ssh -t HOST COMMAND`: the processes
+    then stay in this process's group, which gets the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
@@ -199,8 +208,8 @@ def deaf_to_hangup() -> Iterator[None]:
 def starting_in_another_group() -> Iterator[None]:
     """Put processes started in the `with` block into another process group of this session.
 
-    This process joins that group during the block, and then returns to its own group. The leader of
-    a session cannot leave its group: then nothing is done.
+    This process joins that group during the block, and then returns to its own group. If this
+    process leads the session, it cannot leave its group, and nothing is changed.
     """
     group = os.getpgrp()
     if os.getsid(0) == os.getpid():

@@ -1,5 +1,6 @@
-"""Replaces actors that ended or stalled, and waits for lost servers, within a budget
-(docs/how_to/troubleshooting.md).
+"""Replaces actors that ended or stalled, and waits for lost servers.
+
+The number of restarts is limited (docs/how_to/troubleshooting.md).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 LOOK_S = 5.0
-"""Longest time between two checks of the same actor."""
+"""Longest time in seconds between two checks of the same actor."""
 START_CHECK = "the engine's log for what it is loading, and the machine's free memory"
-"""What to check if a start is late; the end of the error's message."""
+"""What to check if an actor's start is late; the end of the error's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Replacement:
 
 
 class RestartBudget:
-    """Counts restarts (of actors or the job): `max_restarts` in any `restart_window_s` seconds."""
+    """Limits restarts of actors or the job: `max_restarts` in any `restart_window_s` seconds."""
 
     def __init__(
         self, section: ActorsSection, *, clock_s: Callable[[], float] = time.monotonic
@@ -67,7 +68,10 @@ class RestartBudget:
         return True
 
     def refusal(self, what: str) -> str:
-        """Return the end of an error when no restart is left; `what`: "it is not replaced"."""
+        """Return the end of an error message when no restart is left.
+
+        `what` says what follows from that, such as "it is not replaced".
+        """
         section = self._section
         return (
             f"{what}: rollout_matching.vllm.actors.max_restarts permits {section.max_restarts}"
@@ -82,9 +86,9 @@ class _Starting:
 
     actor: ActorHandle
     answer: ObjectRef
-    """Reference to the result of its `start`."""
+    """Reference to the result of the actor's `start`."""
     deadline: float
-    """End of the wait, on the monotonic clock."""
+    """Monotonic time at which the start is late."""
     reason: str
     lost_s: float
 
@@ -92,9 +96,9 @@ class _Starting:
 class Replacements:
     """Starts new rollout or environment actors in place of lost ones, and waits for them.
 
-    If an actor is itself the client of a server, which is started elsewhere, it waits for the
-    server. Rounds use this object from their thread, and syncs from the driver's, never both at a
-    time; `close` may be called at any moment.
+    If actors are clients of servers that are started elsewhere, a new actor waits for its server.
+    Rounds use this object in their thread, and weight syncs in the driver's thread, never at the
+    same time. `close` may be called at any time.
     """
 
     def __init__(
@@ -110,10 +114,11 @@ class Replacements:
         """Store how new actors are created.
 
         Args:
-            create: `create(index, number)` makes the Ray actor of a place; its first actor was
-                number 1.
+            create: `create(index, number)` makes a Ray actor in place of actor `index`. `number`
+                counts the actors that had this place; the first was number 1.
             check: what to check if a start is late.
-            servers: URL of the server of each place; None: the actors have no servers.
+            servers: URL of each actor's server, in the order of `names`; None: the actors have no
+                servers.
         """
         self._create = create
         self._names = tuple(names)
@@ -138,10 +143,10 @@ class Replacements:
         """Kill the lost actor `index` and start another, unless one is being started already.
 
         Args:
-            before: the attempt to start this actor, if it is a new actor that did not start.
+            before: the failed attempt to start this actor, if the actor is itself a replacement.
 
-        Raises the error if the run is ending. Raises it with a remedy if the budget is used up, or
-        if a server did not come back in time.
+        Raises `error` if the run is ending. Raises it with a remedy if no restart is left, or if a
+        server did not come back in time.
         """
         with self._lock:
             if self._is_closed:
@@ -177,9 +182,9 @@ class Replacements:
             )
 
     def join(self) -> dict[int, tuple[ActorHandle, int]]:
-        """Wait for the new actors; return each one and its number of devices, by index.
+        """Wait for the new actors; return each actor and its number of rollout devices, by index.
 
-        A failed start is repeated. Raises RolloutError if the budget is used up.
+        A failed start is repeated. Raises RolloutError if no restart is left.
         """
         joined = {}
         while self._starting:
@@ -242,14 +247,14 @@ def ended_error(name: str, error: RayError) -> RolloutError:
 
 @dataclass(slots=True)
 class _Watched:
-    """The state of one actor, as last seen by the watch."""
+    """The state of one actor, as `StallWatch` has last seen it. Times are monotonic."""
 
     answer: ObjectRef
-    """Reference to the result of `progress`."""
+    """Reference to the result of the latest call of the actor's `progress`."""
     alive_s: float
-    """Time at which its last answer was seen."""
+    """Time at which the actor's last answer was seen."""
     moved_s: float
-    """Time at which it was last seen to sample a token, or to have no open requests."""
+    """Time at which the actor was last seen to sample a token, or to have no open requests."""
     progress: int | None = None
 
 
@@ -275,7 +280,10 @@ class StallWatch:
         return min(LOOK_S, self._limit.seconds / 4)
 
     def look(self, actors: Sequence[ActorHandle]) -> dict[int, RolloutError]:
-        """Check the progress of all actors, without waiting; return lost ones' errors, by index."""
+        """Check the progress of all actors, without waiting for their answers.
+
+        Return the error of each lost actor, by the actor's index.
+        """
         now_s = self._clock_s()
         gap_s = now_s - self._looked_s
         self._looked_s = now_s

@@ -1,4 +1,4 @@
-"""The driver's clients of what generates rollouts: engines in other processes, or learner ranks."""
+"""The driver's clients for rollouts: of engines in other processes, or of learner ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from shared.weight_sync.phases import POOL_MARGIN_S, SendingLearner, SyncPhase
 
 
 class RolloutClient:
-    """The client of engines, and of environments that call the engines: rounds and weight syncs.
+    """The driver's client of engines, and of environments that call the engines.
+
+    It begins rounds of rollouts, and weight syncs of the engines.
 
     The client waits in its own threads, for at most one round or one sync at a time. A wait ends
-    with the answers, at its limit (if it has one), at an actor's death, or at `close`.
+    when the answers arrive, at its time limit (if it has one), when an actor dies, or at `close`.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class RolloutClient:
         learner: SendingLearner | None = None,
         observer: RunObserver = UNOBSERVED,
     ) -> None:
-        """`learner` has the weights for replacements of lost engines; None: a round is not repeated
-        if all engines are lost.
+        """`learner` sends its weights to new engines if all engines of a round are lost; the round
+        is then repeated.
+
+        None: such a round is not repeated.
         """
         self.engines = engines
         self.version = 0
-        """The version that every engine serves; 0 before the first sync."""
+        """The weight version of every engine; 0 before the first sync."""
         self.environments: Fleet | None = None
         self._size = size
         self._rounds = Rounds(size, engines)
@@ -76,9 +80,12 @@ class RolloutClient:
     def generate_through(
         self, environments: Fleet, *, group_size: int, in_one_round: bool = False
     ) -> None:
-        """Send requests to environment actors from now on; each is for a group of one example.
+        """From now on, send requests to environment actors.
 
-        `in_one_round`: the only environment actor gets a step's requests of all ranks in one call.
+        Each request is for a group: the rollouts of one example.
+
+        `in_one_round`: there is one environment actor. It gets the requests of a step, from all
+        learner ranks, in one call.
         """
         self.environments = environments
         size = replace(self._size, group_size=group_size, in_one_round=in_one_round)
@@ -89,7 +96,10 @@ class RolloutClient:
         return self._rounds.split(requests)
 
     def generate(self, round_: PerRank) -> Round:
-        """Begin to generate one round of rollouts. Its result is what `Rounds.collect` returns."""
+        """Begin to generate one round of rollouts.
+
+        The returned round's `result` has, for each learner rank, references to lists of rollouts.
+        """
         second_try = None
         if self._learner is not None:
             second_try = SecondTry(self, self._learner, self._observer, round_, self.version)
@@ -103,22 +113,26 @@ class RolloutClient:
     def wait_idle(self) -> None:
         """Wait for the round of rollouts that is being generated, if there is one.
 
-        Raises its RolloutError, but not a LostRoundError: a lost round may be repeated.
+        Raises the RolloutError of the round. A LostRoundError is not raised, because a lost round
+        may be repeated.
         """
         if self._round is not None:
             with suppress(LostRoundError), self._observer.waits_for("rollouts"):
                 self._round.result()
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
-        """Begin a weight sync of the idle engines. If it fails, they serve no rollouts."""
+        """Begin a weight sync of the idle engines.
+
+        If the sync fails, they serve no more rollouts until a sync succeeds.
+        """
         return self._threads.submit(self._receive, offer)
 
     def join_replacements(self) -> bool:
-        """Replace actors that have ended or are stuck, and wait for the new ones, while nothing
-        runs.
+        """Replace actors that have ended or are stuck, and wait for the new actors.
 
-        Returns whether there is a new engine, which has neither a process group nor weights. Raises
-        RolloutError if no more may be replaced.
+        Call it while no round and no weight sync runs. Returns whether there is a new engine, which
+        has neither a process group nor the learner's weights. Raises RolloutError if no more actors
+        may be replaced.
         """
         environments = self.environments
         self.engines.lose_dead(after_failed_sync=self._sync_failed)
@@ -139,7 +153,7 @@ class RolloutClient:
     def replace_named(self, error: WeightSyncError) -> bool:
         """Replace the engine that a weight sync's error names; return whether it names one.
 
-        Raises the error if no more may be replaced.
+        Raises `error` if no more engines may be replaced.
         """
         if error.actor not in self.engines.names:
             return False
@@ -178,7 +192,10 @@ class RolloutClient:
 
 
 class RankRolloutClient:
-    """The client of learner ranks that generate their rollouts (`hf`, or vLLM's `colocate`)."""
+    """The driver's client of learner ranks that generate their own rollouts.
+
+    Their backend is `hf`, or vLLM with `vllm.mode: colocate`.
+    """
 
     replaces_lost = False
 
@@ -195,7 +212,7 @@ class RankRolloutClient:
         self.names = tuple(rank_name(rank, num_ranks) for rank in range(num_ranks))
         self.devices = (devices_per_rank,) * num_ranks
         self.version = 0
-        """The version that every rank's backend serves; 0 before the first sync."""
+        """The weight version of every rank's backend; 0 before the first sync."""
         self._learner = learner
         self._timeouts = timeouts
         self._size = size
@@ -206,13 +223,20 @@ class RankRolloutClient:
         return self._size.split(requests, self.devices)
 
     def generate(self, round_: PerRank) -> Round:
-        """Begin a round of rollouts. Its result raises a rank's error, or LearnerError if late."""
+        """Begin a round of rollouts.
+
+        The returned round's `result` raises the error of a rank, or a LearnerError if a rank is
+        late.
+        """
         limit = self._timeouts.generate
         assert limit is not None, "only calls of servers may have no limit"
         return Round(self._learner.generate(round_, limit), self._observer)
 
     def wait_idle(self) -> None:
-        """Return at once: a rank begins its next task only after its part of the round."""
+        """Return at once.
+
+        There is nothing to wait for: a rank begins its next task only after its part of the round.
+        """
 
     def receive_weights(self, offer: WeightOffer) -> Future[SyncReport]:
         # Called here and not in the thread: all ranks must get this call before rank 0 sends.

@@ -1,4 +1,6 @@
-"""Cuts a step into rounds, sends each actor its parts, and collects the answers in order."""
+"""Cuts a step's requests into rounds, sends each actor its parts of a round, and collects the
+rollouts in order.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class RoundSize:
     """The settings that determine how many rollouts are generated together, in one round.
 
     Example (2 engines of 1 device, decode_batch_size 2, one learner rank): a step of 6 requests is
-    split into rounds of 3 and 3. In each the first engine generates 2, and the second 1.
+    split into rounds of 3 and 3. In each round the first engine generates 2 rollouts, and the
+    second 1.
     """
 
     decode_batch_size: int = sys.maxsize
@@ -43,12 +46,14 @@ class RoundSize:
     group_size: int = 1
     """Rollouts per request. A request to an environment is for a group of one example."""
     in_one_round: bool = False
-    """Whether a step's rollouts, of all learner ranks, are scored together."""
+    """Whether the step is one round, because all its rollouts (of all learner ranks) are scored
+    together.
+    """
 
     def chunk(self, devices: Sequence[int]) -> int:
         """Return the maximum number of requests of each learner rank in a round.
 
-        `devices`: number of each engine's devices.
+        `devices`: number of devices of each engine.
 
         Raises ValueError if a round cannot have a request of every learner rank.
         """
@@ -61,13 +66,13 @@ class RoundSize:
     def split(self, requests: PerRank, devices: Sequence[int]) -> list[PerRank]:
         """Cut a step's rollout requests into as few rounds as the decode batches allow.
 
-        `devices`: number of each engine's devices.
+        `devices`: number of devices of each engine.
         """
         return cut_rounds(requests, self.chunk(devices))
 
 
 class LosableEngines(ReceivingEngines, Protocol):
-    """Interface of engines that may all be lost in a round, and be replaced."""
+    """Interface of engines for `SecondTry`: they may all be lost in a round, and be replaced."""
 
     version: int
 
@@ -142,18 +147,18 @@ class _SentPart:
 
     part: RoundPart
     deadline: float
-    """End of the wait, on the monotonic clock."""
+    """Monotonic time at which the actor's answer is late."""
     rollouts: ObjectRef
     """Reference to a `list[Rollout]`."""
     count: ObjectRef
-    """Reference to the list's length, which is ready at the same time."""
+    """Reference to the length of that list. Both references are ready at the same time."""
 
 
 class Rounds:
     """Sends a round's requests to actors and collects the rollouts, one round at a time."""
 
     def __init__(self, size: RoundSize, engines: Fleet, environments: Fleet | None = None) -> None:
-        """If there are `environments`, they get the requests, and call the engines."""
+        """If there are `environments`, the requests are sent to them, and they call the engines."""
         self._size = size
         self._engines = engines
         self._asked = environments or engines
@@ -166,8 +171,8 @@ class Rounds:
         """Have the actors generate the rollouts of one round.
 
         Returns, for each learner rank, references to `list[Rollout]`s in position order. The
-        rollouts stay in the process that made them. Raises RolloutError naming the actor, or
-        LostRoundError if all are lost while others are being started.
+        rollouts stay in the process that made them. Raises a RolloutError that names the actor, or
+        a LostRoundError if all actors of the round are lost and new ones are being started.
         """
         asked = self._asked
         gone = UnreachableError if asked.replaces_lost else None
@@ -236,8 +241,9 @@ class Rounds:
         ]
 
     def _pass_on(self, queue: RoundQueue, part: RoundPart, error: UnreachableError) -> None:
-        """Give a part that an actor failed to answer to the next one. Raises the error if no actor
-        is left, as a LostRoundError if others are being started.
+        """Give a part, which one actor failed to answer, to the next actor.
+
+        If no actor is left, raises `error`, or a LostRoundError if new actors are being started.
         """
         asked = self._asked
         name = asked.names[part.engine]
@@ -297,16 +303,20 @@ def _objects_of(part: RoundPart, round_: PerRank) -> tuple[list[ObjectRef], rang
 
 
 class RoundQueue:
-    """The waiting and running parts (request batches) of one round, by engine. Without Ray.
+    """The waiting and running parts (request batches) of one round, by engine. Does not use Ray.
 
-    No engine gets more than `decode_batch_size` requests per device at a time. Parts taken over
-    from another engine wait until the engine has room for them.
+    No engine gets more than `decode_batch_size` requests per device at a time. A part that another
+    engine failed to answer waits until its new engine has room for it.
     """
 
     def __init__(
         self, sizes: Sequence[int], devices: Sequence[int], *, decode_batch_size: int
     ) -> None:
-        """`sizes`: requests per learner rank, together at most `decode_batch_size` per device."""
+        """`sizes`: number of requests of each learner rank, together at most `decode_batch_size`
+        per device.
+
+        `devices`: number of devices of each engine.
+        """
         self._bounds = [decode_batch_size * count for count in devices]
         self._waiting: list[deque[RoundPart]] = [deque() for _ in devices]
         self._num_asked = [0] * len(devices)
@@ -333,7 +343,10 @@ class RoundQueue:
         self._num_asked[part.engine] -= len(part.requests)
 
     def failed(self, part: RoundPart) -> int | None:
-        """Queue a failed part for the next engine; return its index, or None if all have failed."""
+        """Queue a failed part for the next engine, and return that engine's index.
+
+        Return None if all engines have failed to answer the part.
+        """
         self.answered(part)
         num_failed = part.num_failed + 1
         engine = (part.engine + 1) % len(self._waiting)

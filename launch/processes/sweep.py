@@ -2,8 +2,9 @@
 training.learning_rate=1e-3,2e-3`.
 
 Hydra composes the trials. Each runs as a separate command, so that a failed trial does not end the
-others. By default as many run at a time as this machine's GPUs and CPUs permit. Their folders are
-`trial_N` in `telemetry.run_dir`. After each trial a line is added to `trials.jsonl` there.
+others. By default as many trials run at a time as this machine's GPUs and CPUs permit. The trials'
+folders are `trial_N` in `telemetry.run_dir`. After each trial a line is added to `trials.jsonl` in
+`telemetry.run_dir`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Trial:
     """The trial's overrides of the configuration, without secrets."""
     folder: Path
     config: RunConfig | None
-    """None: the configuration is invalid. The trial itself reports why."""
+    """The trial's configuration; None if it is invalid. The trial itself then reports why."""
 
     @property
     def end_s(self) -> float:
@@ -95,7 +96,7 @@ def add_trial(composed: DictConfig, console: Console) -> None:
     """Add the configuration that Hydra has just composed to the sweep as a trial.
 
     Raises:
-        ConfigError: there is a sweep in the folder already, and this one does not continue it.
+        ConfigError: the folder already has a sweep, and this sweep does not continue it.
     """
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
@@ -130,7 +131,8 @@ def run_trials(console: Console) -> None:
     """Run the sweep's trials, if any, and print their results; exit with 1 if some failed.
 
     Raises:
-        KeyboardInterrupt: the running trials have been ended and recorded.
+        KeyboardInterrupt: the sweep was interrupted; its running trials have been ended and
+            recorded.
     """
     if not _trials:
         return
@@ -211,7 +213,10 @@ def _start(trial: Trial, share: Share, console: Console, *, has_log: bool) -> Ru
 
 
 def _record(one: Running, *, interrupted: bool) -> None:
-    """Append the line of a trial that has ended, with its last loss and its last report."""
+    """Append the line of a trial that has ended to `trials.jsonl`.
+
+    The line has the trial's last loss and its last held-out report.
+    """
     trial = one.trial
     line = {
         "trial": trial.number,
@@ -254,7 +259,7 @@ class Room:
 
     @classmethod
     def of_machine(cls, trials: Sequence[Trial]) -> Room:
-        """Count the cores and the GPUs that this process may use."""
+        """Return the room of the CPU cores and GPUs that this process may use."""
         import torch
 
         count = torch.cuda.device_count()
@@ -264,7 +269,10 @@ class Room:
         return cls(here, visible.split(",")[:count], limits[0] if limits else None)
 
     def take(self, trial: Trial) -> Share | None:
-        """Return the trial's share of the machine; None: it has to wait. One trial always runs."""
+        """Reserve a share of the machine for the trial, and return it; None: the trial has to wait.
+
+        A trial never waits if no other trial is running.
+        """
         needs = self._needs(trial)
         if self._num_running:
             if needs is None or not self._is_shared or self._num_running == self._limit:

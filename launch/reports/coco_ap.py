@@ -54,7 +54,8 @@ class CocoAP:
     ap50: float | None
     ap75: float | None
     ar: float | None
-    """Average recall: mean over thresholds and classes, with the predictions that count."""
+    """Average recall: mean over thresholds and classes, with at most `MAX_PREDICTIONS` predictions
+    per image and class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class CocoScores:
     """The COCO scores of an evaluation, for boxes and for masks."""
 
     by_class: Mapping[IouType, CocoAP]
-    """Mean over classes. Always has boxes; has masks if the data contain polygons."""
+    """Means over classes, for boxes and, if there is any polygon, for masks."""
     any_class: Mapping[IouType, CocoAP]
     """The same as `by_class`, but with all objects in one class."""
     class_ap: Mapping[str, float | None]

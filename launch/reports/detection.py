@@ -57,7 +57,7 @@ class SourceFigures:
     counts: ThresholdCounts
     """Numbers of found and missed objects at the report's first IoU threshold."""
     coco: CocoAP
-    """AP and AR of boxes by class."""
+    """COCO scores of boxes: means over classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,10 @@ class DetectionReport:
 
     @property
     def incomplete(self) -> list[Scene]:
-        """Return up to `NUM_ANSWERS_SHOWN` incomplete answers; those without a list come first."""
+        """Return up to `NUM_ANSWERS_SHOWN` answers whose list of objects is not closed.
+
+        Answers that never opened a list come first.
+        """
         found = [scene for scene in self.evaluation.outcomes if scene.truncated]
         return sorted(found, key=lambda scene: not scene.never_opened)[:NUM_ANSWERS_SHOWN]
 
@@ -164,7 +167,7 @@ class DetectionReport:
         return figures
 
     def faults(self) -> dict[str, int]:
-        """Return the number of answers by fault. A cut answer may have a second fault."""
+        """Return the number of answers with each fault. An answer may have several faults."""
         limit = self.config.rollout_matching.max_new_tokens
         opening = self.config.answer_format.opening
         return {

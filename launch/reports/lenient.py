@@ -44,7 +44,7 @@ class ReadObject(NamedTuple):
 
     object: ScoredObject
     needed: frozenset[Leniency]
-    """Relaxed rules; empty if the strict reading has the object too."""
+    """The rules that were relaxed to read the object; empty if none had to be."""
 
 
 _BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box", "bounding_box")
@@ -72,7 +72,8 @@ def read_leniently(
 ) -> tuple[ReadObject, ...] | None:
     """Read the answer to a held-out sample leniently.
 
-    Returns None if the strict reading left nothing out, or if the lenient one has fewer objects.
+    Returns None if the strict reading left nothing out, or if it has more objects than the lenient
+    reading.
     """
     answer_format = scene.answer_format.of(scene.sample)
     is_list = not isinstance(answer_format, PhraseList)
@@ -170,7 +171,7 @@ def _in_order(box: tuple[_Number, ...]) -> tuple[_Number, ...]:
 def _objects(
     scene: Scene, answer_format: AnswerFormat, kinds: frozenset[GeometryKind]
 ) -> Iterator[ReadObject]:
-    """Read the objects of JSON, in order of appearance."""
+    """Yield the objects that an answer in JSON contains, in order of appearance."""
     text = scene.text
     places = _Places(text, answer_format)
     position = text.find("{", places.start)
@@ -185,7 +186,10 @@ def _objects(
 
 
 class _Places:
-    """Finds the leniencies that the place of each object in an answer needs."""
+    """Finds, for each object in an answer, the leniencies that its place in the text needs.
+
+    Example: `TEXT_BEFORE` for an object after prose.
+    """
 
     def __init__(self, text: str, answer_format: AnswerFormat) -> None:
         self._text = text
@@ -203,7 +207,10 @@ class _Places:
         self._in_list = False
 
     def needed(self, start: int, end: int) -> set[Leniency]:
-        """Return the leniencies of the object at this span. Call it in order of the objects."""
+        """Return the leniencies of the object between the offsets `start` and `end`.
+
+        The calls have to be in the order of the objects in the text.
+        """
         between = self._text[self._before : start]
         is_first = self._is_first
         self._before = end
@@ -237,7 +244,10 @@ def _shapes(
     kinds: frozenset[GeometryKind],
     sample: Sample,
 ) -> Iterator[ReadObject]:
-    """Yield the shapes of an object, unless its name is blank or not a string."""
+    """Yield the boxes, the point or the polygon that the members of a JSON object describe.
+
+    Yields nothing if the object's name is blank or not a string.
+    """
     keys = {
         GeometryKind.BBOX: _BOX_KEYS, GeometryKind.POINT: _POINT_KEYS, GeometryKind.POLY: ("poly",)
     }  # fmt: skip
@@ -284,7 +294,11 @@ def _shapes(
 def _read_numbers(
     row: Sequence[WrittenLeaf], answer_format: BoxList, needed: set[Leniency]
 ) -> list[tuple[float, int]]:
-    """Return clamped numbers with their bins, up to the first leaf that cannot be used."""
+    """Return the numbers of `row`, clamped to the image, each with its bin.
+
+    Ends at the first leaf that is no number or is too far outside the image. Adds leniencies to
+    `needed`.
+    """
     found: list[tuple[float, int]] = []
     for axis, leaf in enumerate(row):
         if _NUMBER_TEXT.fullmatch(leaf.written) is None:

@@ -74,7 +74,8 @@ class Members:
     closed: bool = False
     """Whether the object's closing brace was found."""
     end: int = 0
-    """Offset after the object. If it could not be read, the next search starts here."""
+    """Offset after the object in the text. If the object could not be read, the search for the next
+    object starts here."""
 
 
 class WrittenLeaf(NamedTuple):
@@ -86,8 +87,8 @@ class WrittenLeaf(NamedTuple):
 def read_members(text: str, start: int) -> Members:
     """Read the JSON object whose opening brace is at `start`.
 
-    If it cannot be read, it ends before the last lexeme, or after its brace. If a quote is
-    missing, another object may begin inside that lexeme.
+    If the object cannot be read, `Members.end` is before the last lexeme (but after the opening
+    brace). Another object may begin inside that lexeme if a quote is missing.
     """
     members = Members(end=start + 1)
     position = start + 1
@@ -118,7 +119,10 @@ def read_members(text: str, start: int) -> Members:
 
 
 def _read_value(text: str, position: int, key: str, members: Members) -> int:
-    """Read a value into `members`. Returns its end, or -1 if it cannot be read."""
+    """Read the value of `key` at offset `position` into `members`.
+
+    Returns the offset after the value, or -1 if it cannot be read.
+    """
     lexeme = _LEXEME.match(text, position)
     if lexeme is None:
         return -1
@@ -143,7 +147,10 @@ def _read_value(text: str, position: int, key: str, members: Members) -> int:
 
 
 def _read_array(text: str, position: int, key: str, members: Members) -> int:
-    """Read an array from after its bracket. Returns its end, or -1 if it is invalid."""
+    """Read the array whose opening bracket ends at `position` into `members`.
+
+    Returns the offset after the array, or -1 if it is invalid.
+    """
     rows: list[list[WrittenLeaf]] = [[]]
     depth = 1
     num_leaves = 0

@@ -1,7 +1,7 @@
 """The folder of a held-out report of detection.
 
 report.json        every number
-report.html        the numbers as a page, with the worst samples; loads only their images
+report.html        the numbers as a page, with the worst samples; loads only files in pictures/
 config.json        the configuration of the evaluation
 predictions.jsonl  every sample's answer and its objects; `rollmatch coco export` reads it
 pictures/          images of the worst samples
@@ -31,7 +31,7 @@ MAX_CHARACTERS = 600
 
 
 def page(report: DetectionReport) -> str:
-    """Return a detection report as HTML. It links the images in `pictures/` of its folder."""
+    """Return a detection report as an HTML page, which loads images from `pictures/` next to it."""
     evaluation = report.evaluation
     counts = report.counts
     written = counts.num_predictions + counts.num_dropped

@@ -25,7 +25,7 @@ _DASH = 6
 _GAP = 4
 _LINE = 2
 _CROSS_ARM = 8
-"""Half the size of the cross that marks a point."""
+"""Half the size of the cross that marks a point, in pixels."""
 _BAND = 24
 """Height of the legend below the image, in pixels."""
 
@@ -85,7 +85,7 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
 
 
 class _Pen:
-    """Draws shapes, scaled from the pixels of the original image by `scale`."""
+    """Draws shapes on `picture`: an image of `width` x `height` pixels, resized by `scale`."""
 
     def __init__(self, picture: Image.Image, scale: float, width: int, height: int) -> None:
         self._draw = ImageDraw.Draw(picture)

@@ -15,13 +15,13 @@ from shared.grounding.evaluation import Evaluation
 from shared.trajectory import EnvironmentRollout
 
 MOST_FAILED_SHARE = 0.05
-"""If a larger share of rollouts failed, a report has no score. The others are a biased selection,
-and their mean could beat a complete report. One in twenty allows for occasional timeouts."""
+"""If a larger share of rollouts failed, a report has no score. The remaining rollouts are a biased
+selection, and their mean could beat a complete report. One in twenty allows for rare timeouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFigures:
-    """Mean rewards of rollouts: all of a report, or of one environment in a group."""
+    """Mean reward of a report's rollouts: of all, or of one environment of an environment group."""
 
     num_samples: int
     reward: float | None
@@ -62,7 +62,7 @@ class RewardReport:
     def describe(self) -> str:
         """Describe the report in one line: `mean reward 0.500 (exact 0.750), 1 failed`.
 
-        For a group, the environments' rewards come before the reward functions.
+        For an environment group, the means of its environments come before the reward functions.
         """
         total = self.figures
         tasks = (f"{name} {shown(one.reward)} of {one.num_samples}" for name, one in self._tasks())
@@ -98,7 +98,7 @@ class RewardReport:
         return {name: value for name, value in values.items() if value is not None}
 
     def by_task(self) -> dict[str, dict[str, float | None]]:
-        """Return the rewards of each environment if a group was evaluated, else no entries."""
+        """Return the figures of each environment of an environment group; without a group, none."""
         return {name: asdict(one) for name, one in self._tasks()}
 
     def _tasks(self) -> list[tuple[str, TaskFigures]]:

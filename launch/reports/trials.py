@@ -23,11 +23,12 @@ def settings_of(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def tables(trials: Sequence[Line]) -> list[str]:
-    """Return the lines of tables with the results of trials, and the keys that differ between them.
+    """Return the lines of tables with the results of trials, and the keys in which trials differ.
 
-    A result is the headline of the trial's last report; the loss is shown if a trial has no report.
-    If some finished trials differ only in their seed, a second table has their mean, with the
-    standard deviation (n - 1). The best result of the last table is marked, unless two are equal.
+    A result is the main metric (`headline`) of a trial's last held-out report, or the loss of a
+    trial without a report. If some finished trials differ only in their seed, a second table has
+    the mean over seeds and the standard deviation (n - 1). The best result of the last table is
+    marked, unless another result is shown with the same digits.
     """
     names = list(dict.fromkeys(trial["headline"] for trial in trials if "headline" in trial))
     if any("headline" not in trial and LOSS in trial for trial in trials):
@@ -92,7 +93,10 @@ def _table(
 
 
 def _best(values: Sequence[float | None], name: str) -> int | None:
-    """Return the index of the best of at least two values; None if the best looks tied."""
+    """Return the index of the best value.
+
+    Returns None if there are fewer than two values, or if another value has the same shown digits.
+    """
     known = [value for value in values if value is not None]
     choose: Callable[[list[float]], float] = min if name == LOSS else max
     if len(known) < 2:

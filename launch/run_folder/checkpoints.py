@@ -44,7 +44,8 @@ class Checkpoints:
     """Decides when a run saves checkpoints, and when newer ones replace older ones.
 
     Periodic and best checkpoints are written in the background (`checkpoint.background`), one at a
-    time. Until a new one is complete, older ones are not deleted, and the index does not change.
+    time. Until a new checkpoint is complete, older ones are not deleted, and the index
+    `checkpoints.json` does not change.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class Checkpoints:
         *,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Continue with the checkpoints of a run that is resumed at `point`.
+        """Start without checkpoints, or with those of a run that is resumed at `point`.
 
-        `clock_s` measures `checkpoint.save_minutes`, beginning now.
+        `clock_s` returns the time in seconds; `checkpoint.save_minutes` counts from now on.
         """
         self._config = config
         self._learner = learner
@@ -70,18 +71,22 @@ class Checkpoints:
         self._complete: list[KeptCheckpoint] = []
         """Checkpoints on the disk, including those that will be deleted."""
         self._writing: KeptCheckpoint | None = None
-        """The checkpoint that the learner may be writing; set before the learner is asked."""
+        """The checkpoint that the learner may be writing; set before the learner is called."""
         self._has_given_reason = False
-        """Whether it was logged why the run waits for its checkpoints."""
+        """Whether a warning has said why checkpoints are not written in the background."""
         self._rounds_ahead: dict[int, Future[PerRank] | None] = {}
-        """The rounds generated ahead, by the number of updates before them."""
+        """By number of updates: the next step's first round if it is generated ahead, else None."""
         if point is not None:
             self._complete = self._found_on_disk(point)
             # Nothing is deleted here: the run may continue from a checkpoint to be deleted.
             telemetry.patience(lambda: write_index(self._run_dir, self._complete))
 
     def round_ahead(self, num_steps: int, handle: Future[PerRank] | None) -> None:
-        """Record the next step's round of rollouts, generated ahead, before update `num_steps`."""
+        """Record the round of rollouts that a checkpoint after `num_steps` updates has to contain.
+
+        Call it before that update. `handle` is the future of the next step's first round, if that
+        round is generated ahead; else None.
+        """
         self._rounds_ahead = {
             number: earlier
             for number, earlier in self._rounds_ahead.items()
@@ -92,8 +97,8 @@ class Checkpoints:
     def after_step(self, num_steps: int) -> None:
         """Save a checkpoint after `num_steps` updates if it is due. Raises StorageError.
 
-        If it cannot be saved, older checkpoints stay. A checkpoint that is being written in the
-        background gets its name if it is complete.
+        If it cannot be saved, older checkpoints stay. First, an earlier checkpoint is completed if
+        all its files have been written in the background.
         """
         self._finish(wait=False)
         section = self._config.checkpoint
@@ -127,7 +132,7 @@ class Checkpoints:
         self._keep(new)
 
     def at_end(self, num_steps: int) -> None:
-        """Save the final checkpoint, after the last step (`num_steps`)."""
+        """Save the final checkpoint (`checkpoint.save_final`), after the last step, `num_steps`."""
         self._finish(wait=True)
         if self._config.checkpoint.save_final:
             self._save_lasting(num_steps, RetentionReason.FINAL)
@@ -136,8 +141,9 @@ class Checkpoints:
     def saved_at_an_early_end(self) -> Iterator[None]:
         """Save a checkpoint of the last update if the `with` block ends early.
 
-        It ends early if it is interrupted, or if a rollout, a weight sync or the disk fails. In any
-        case, wait for a checkpoint that is being written.
+        Early ends are interruptions (`KeyboardInterrupt`), and errors of rollouts, of weight syncs
+        or of the disk. At any other end, only wait for a checkpoint that is being written, unless
+        the learner is lost.
         """
         try:
             yield
@@ -166,7 +172,11 @@ class Checkpoints:
             raise
 
     def _save_last_update(self, reason: RetentionReason) -> None:
-        """Save within `timeouts.interrupt_s`, or only finish a save that has begun."""
+        """Save a checkpoint of the last update within `timeouts.interrupt_s` seconds.
+
+        Without `checkpoint.save_on_interrupt`, only finish a checkpoint that is being written. An
+        error is logged, not raised.
+        """
         try:
             if self._config.checkpoint.save_on_interrupt or self._writing is not None:
                 self._save_within(self._config.timeouts.interrupt_s, reason)
@@ -209,7 +219,10 @@ class Checkpoints:
         self._note_written([])  # again, if the index was refused above
 
     def _keep(self, new: KeptCheckpoint) -> None:
-        """Save the current weights as this checkpoint if it is worth keeping and does not exist."""
+        """Save the current weights as checkpoint `new`.
+
+        Does nothing if `retained` would not keep it, or if it is saved already.
+        """
         known = [*self._complete, *([self._writing] if self._writing else [])]
         kept = retained([*known, new], self._config.checkpoint)
         if new.folder in {one.folder for one in kept} - {one.folder for one in known}:
@@ -245,9 +258,10 @@ class Checkpoints:
         self._note_written([])
 
     def _finish(self, *, wait: bool, deadline: float | None = None) -> None:
-        """Record the checkpoint being written as complete if it is; `wait`: wait until it is.
+        """Complete the checkpoint that is being written, if all its files have been written.
 
-        `deadline` is on the monotonic clock. Raises StorageError.
+        `wait`: first wait until they have been written, at most until `deadline` on the monotonic
+        clock. Raises StorageError.
         """
         if self._writing is None:
             return
@@ -265,7 +279,10 @@ class Checkpoints:
             self._note_written(written)
 
     def _note_written(self, written: Sequence[Span]) -> None:
-        """Record the checkpoint that the learner wrote, and delete what it replaces."""
+        """Record the checkpoint that the learner wrote, and delete those that it replaces.
+
+        `written`: when the learner ranks wrote it in the background.
+        """
         new = self._writing
         # At an early end the learner may not have been asked to save it, or may have failed.
         if new is not None and self._telemetry.patience(lambda: is_complete(new)):
@@ -293,7 +310,8 @@ class Checkpoints:
     ) -> str | None:
         """Save the current weights, and the state that a resumed run needs.
 
-        `deadline` is on the monotonic clock. Returns why the save could not be in the background.
+        `deadline` is on the monotonic clock. Returns why the checkpoint was not written in the
+        background although `background` is set; else None.
         """
         handle = self._rounds_ahead.get(new.step)
         answers = None
@@ -324,9 +342,11 @@ class Checkpoints:
         )
 
     def _found_on_disk(self, point: ResumePoint) -> list[KeptCheckpoint]:
-        """Return the checkpoints up to the point; rename those that are later or damaged.
+        """Return the run's checkpoints of the step of `point` and of earlier steps.
 
-        If the index does not name a checkpoint, the run ended before it wrote the index.
+        Later and damaged checkpoints are renamed. Incomplete ones are deleted, and full ones that
+        the index does not list, because the run ended before it wrote the index. The checkpoint at
+        `point` is never deleted.
         """
         for folder, reason in point.damaged.items():
             self._put_aside(folder, damaged_name(folder), f"is damaged ({reason})")
@@ -365,7 +385,7 @@ class Checkpoints:
 
 
 def _left_s(deadline: float | None) -> float | None:
-    """Return the seconds until a time on the monotonic clock."""
+    """Return the seconds until `deadline` on the monotonic clock; None without a deadline."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 

@@ -1,4 +1,4 @@
-"""A command's console output: progress, escaped terminal controls, output after it is lost."""
+"""A command's console: progress, escaped terminal controls, output after the console is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Controls except newline and tab, changes of text direction, separators, surrogates."""
+"""Characters to escape: controls except newline and tab, changes of text direction, line and
+paragraph separators, surrogates."""
 
 
 def escaped(text: str) -> str:
@@ -77,7 +78,7 @@ CONSOLE_LOG = "console.log"
 
 
 FULL_S = 60.0
-"""Longest wait in seconds for a full non-blocking console; after that it counts as lost."""
+"""Longest wait in seconds for a full, non-blocking console. Then the console counts as lost."""
 
 
 class _ConsoleStream(io.TextIOWrapper):
@@ -90,7 +91,7 @@ class _ConsoleStream(io.TextIOWrapper):
     # Not a raw stream below the buffer: a signal between write and return would repeat the line.
 
     folder: ClassVar[Path | None] = None
-    """The run's folder; until it is known, the lines of a lost console go to /dev/null."""
+    """The run's folder. While it is None, the lines of a lost console go to /dev/null."""
     lost: ClassVar[dict[int, str]] = {}
     """Why a file descriptor no longer writes to the console, by descriptor."""
 
@@ -151,7 +152,7 @@ def outlive_console() -> None:
 
 
 def keep_lost_console(folder: Path) -> None:
-    """If the console is lost, write its lines to `CONSOLE_LOG` in this run folder."""
+    """From now on, write the lines of a lost console to `CONSOLE_LOG` in this run folder."""
     _ConsoleStream.folder = folder
     for descriptor, why in _ConsoleStream.lost.items():
         _move(descriptor, folder, why)
@@ -181,7 +182,10 @@ def _is_open(descriptor: int) -> bool:
 
 
 class StartUp:
-    """Prints the stages of a command's start-up with their times, from its own creation on."""
+    """Prints the stages of a command's start-up with their durations.
+
+    The total duration counts from the creation of this object.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -253,9 +257,9 @@ class StepBar:
 
     @contextmanager
     def waits_for(self, what: str) -> Iterator[None]:
-        """Show that the run waits for `what` in the `with` block, unless an outer wait is shown.
+        """Show that the run waits for `what` in the `with` block. The first call shows the bar.
 
-        The first call shows the bar.
+        Has no effect in the `with` block of another call, whose text stays.
         """
         if self._is_waiting:
             yield

@@ -42,6 +42,8 @@ class RunFolder:
     def __init__(self, path: Path, resume: ResumeSection, *, resumes: bool) -> None:
         """Create and lock the folder. For a new run, remove the files of a failed start.
 
+        `resumes`: the run continues from a checkpoint in the folder.
+
         Raises:
             ConfigError: the folder holds a run, or another process writes to it.
             StorageError: the folder cannot be written.
@@ -95,7 +97,7 @@ class RunFolder:
         return last
 
     def leave_to_another_start(self) -> None:
-        """Rename `config.json`, so that a new run may use this folder without results.
+        """Rename `config.json`, so that another run may use this folder, which has no results.
 
         Raises StorageError.
         """
@@ -108,7 +110,7 @@ class RunFolder:
     def keep_error(self, error: Exception, warn: Callable[[str], None]) -> Path | str:
         """Write the error with its traceback into a file, and return the file.
 
-        Returns the text itself if neither this folder nor the temporary folder can be written.
+        If neither this folder nor the temporary folder can be written, return the error's text.
         `warn` prints a warning.
         """
         story = redacted("".join(traceback.format_exception(error)))
@@ -154,7 +156,8 @@ def _locked(folder: Path) -> IO[bytes]:
 def require_readable(folder: Path) -> None:
     """Check that all files that a resumed run reads are readable, before anything is changed.
 
-    Raises OSError, ConfigError, and RecordError for a damaged line.
+    Raises OSError, ConfigError for a damaged index of checkpoints, and RecordError for a damaged
+    line of another file.
     """
     for name in ("metrics.jsonl", "plan.jsonl"):
         read_steps(folder / name)

@@ -1,4 +1,4 @@
-"""A run's reports on the held-out set: for each a folder and a line of evaluations.jsonl."""
+"""A run's held-out reports. Each has a folder, and a line in evaluations.jsonl."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EvaluationRecord:
     """
 
     step: int | None
-    """Number of optimizer updates of the evaluated weights."""
+    """Number of optimizer updates of the evaluated weights; None if unknown."""
     weight_version: int
     num_samples: int
     headline: str
@@ -36,9 +36,9 @@ class EvaluationRecord:
     score: float | None
     """Value of the main metric; None if too many rollouts failed."""
     class_f1: float | None = None
-    """`val/class_f1` of a report about objects."""
+    """The metric `val/class_f1`; None in a report of rewards."""
     lenient_f1: float | None = None
-    """`val/lenient_f1` of a report about objects."""
+    """The metric `val/lenient_f1`; None in a report of rewards."""
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> EvaluationRecord:
@@ -86,7 +86,7 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
 def write_held_out(
     evaluation: Evaluation[Outcome], folder: Path, config: RunConfig, patience: Patience
 ) -> tuple[DetectionReport | RewardReport, list[Picture]]:
-    """Write the folder of a held-out report; return the report and the images in it.
+    """Write the folder of a held-out report; return the report and the images in the folder.
 
     Raises StorageError, and RecordError if an image to draw is missing or has changed.
     """

@@ -2,14 +2,14 @@
 
     rollmatch ledger RUN        checks that it is complete; exit status 1 if it is not
 
-`ledger.jsonl` begins with a head: digests and versions of configuration and code. If they differ in
-a resumed run, it adds a new head after the step from which it continues. Every line ends with
-`previous`, the hash of the line before it, and `hash`, the sha256 of the line's bytes up to there.
-The ledger has no times and no paths, so runs that computed the same have the same bytes,
-interrupted or not.
+`ledger.jsonl` begins with a head: digests of configuration and code, and package versions. If they
+differ when a run is resumed, a new head is added after the step from which the run continues. Every
+line ends with `previous`, the hash of the line before it, and `hash`, the sha256 of the line's
+bytes before `hash`. The ledger has no times and no paths. Therefore two runs that computed the same
+have equal ledgers, even if one of them was interrupted and resumed.
 
 The chain reveals lines that were edited, removed or added. A comparison with `metrics.jsonl`
-reveals that the last lines were removed. A forgery that computes all hashes anew is not detected,
+reveals that the last lines were removed. A forgery with newly computed hashes is not detected,
 unless you keep the last hash elsewhere.
 """
 
@@ -53,7 +53,10 @@ class Ledger:
         mode: str = "wb",
         patience: Patience | None = None,
     ) -> None:
-        """Begin the file or, with "ab", continue one that ends at `step`. Raises StorageError."""
+        """Begin the file or, with mode "ab", continue a file that ends at step `step`.
+
+        `patience` retries failed writes. Raises StorageError.
+        """
         path = config.telemetry.run_dir / LEDGER
         lines = read_lines(path) if mode == "ab" else []
         self._file = RunFile(path, mode=mode, patience=patience)
@@ -102,8 +105,9 @@ class Ledger:
 def head_of(config: RunConfig) -> dict[str, object]:
     """Return the ledger's head: digests of configuration and code, and package versions.
 
-    An environment in the user's own file is code too; its imports are not in the digest. Keys that
-    do not change the results (`launch.run_folder.resume.MAY_CHANGE`) are not in the digest.
+    If the environment is a `.py` file of the user, its digest is added, without modules that the
+    file imports. The digest of the configuration leaves out keys that do not change the results
+    (`launch.run_folder.resume.MAY_CHANGE`).
     """
     keys = json.dumps(deciding(config.model_dump(mode="json")), sort_keys=True)
     packages = installed_versions((*PACKAGES, "ray", "rollmatch"))
@@ -122,7 +126,7 @@ def head_of(config: RunConfig) -> dict[str, object]:
 
 @cache
 def _digest_of_code() -> str:
-    """Return a digest of the project's own sources, with changes since the commit."""
+    """Return a digest of the project's source files, including changes that are not committed."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in SOURCES for path in (_ROOT / folder).rglob("*.py")):
         content = path.read_bytes()
@@ -132,7 +136,7 @@ def _digest_of_code() -> str:
 
 @cache
 def _commit() -> str | None:
-    """Return the commit that is checked out; None if the code does not have its own checkout."""
+    """Return the commit of the project's git checkout; None if the code is not in one."""
     command = ["git", "-C", str(_ROOT), "rev-parse", "--show-toplevel", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10.0, check=True)
@@ -146,9 +150,9 @@ def _commit() -> str | None:
 def cut_ledger(run: Path, step: int) -> None:
     """Cut the ledger after the line of `step`, the last step in `metrics.jsonl`.
 
-    A step's line is written before its metrics, so there may be a line without metrics, which the
-    resumed run writes again. A head that follows the step is cut too. An unreadable file is
-    renamed. Raises OSError.
+    A step's ledger line is written before its metrics. If the run ended between the two, the ledger
+    line is cut, and the resumed run writes it again. A head that follows `step` is cut too. An
+    unreadable ledger is renamed. Raises OSError.
     """
     path = run / LEDGER
     try:
@@ -160,7 +164,7 @@ def cut_ledger(run: Path, step: int) -> None:
 
 
 def check_ledger(run: Path) -> str | None:
-    """Return the first problem of a run's ledger; None if there is none, or no ledger.
+    """Return the first problem of a run's ledger; None if there is no problem, or no ledger.
 
     The ledger has a line of digests for each step of `metrics.jsonl`, chained by hashes.
 

@@ -1,6 +1,6 @@
 """Resume of a run from a full checkpoint, as if it had never ended (docs/how_to/resume.md).
 
-    resumed -> (the learner loads its part) -> driver.train from `step` on
+    resumed() finds the checkpoint -> the learner loads its part -> driver.train continues
 
 A checkpoint is full if it has `run_state/`. The file `run.json` there is the driver's part.
 """
@@ -111,7 +111,7 @@ class ResumePoint:
 def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
     """Return the configuration of the run at `path`, changed by the command line's `overrides`.
 
-    `path` is a run's folder or a full checkpoint of one. Raises ConfigError.
+    `path` is a run's folder or a full checkpoint of a run. Raises ConfigError.
     """
     path = path.resolve()
     folders = (path, path.parent, path.parent.parent)
@@ -139,11 +139,12 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     """Find the checkpoint from which a run continues; None for a new run.
 
-    In the returned configuration `resume.run` is the checkpoint, or still `auto` without one. With
-    `auto`, which may run unattended, a damaged checkpoint is skipped if an older one is undamaged.
+    In the returned configuration `resume.run` is the checkpoint, or still `auto` if there is none.
+    With `auto`, which may run unattended, a damaged checkpoint is skipped if an older one is
+    undamaged.
 
-    Raises ConfigError if no full, undamaged checkpoint is found, or for each changed key that must
-    not change.
+    Raises ConfigError if there are checkpoints but no full, undamaged one, if the named run or
+    checkpoint cannot be resumed, and for each changed key that must not change.
     """
     path = config.resume.run
     if path is None:
@@ -220,7 +221,7 @@ def _changes(state: RunState, config: RunConfig) -> Iterator[str]:
 
 
 def _with_new_keys(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Add keys that are newer than the checkpoint, with defaults that keep its results."""
+    """Add keys that did not exist when the checkpoint was saved, with their defaults."""
     try:
         return RunConfig.model_validate(config).model_dump(mode="json")
     except ValidationError:
@@ -228,7 +229,7 @@ def _with_new_keys(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def deciding(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the configuration values that determine results, by dotted key: not `MAY_CHANGE`."""
+    """Return the values that determine results, by dotted key: all but those in `MAY_CHANGE`."""
     return {key: value for key, value in leaves(config).items() if not _is_in(key, MAY_CHANGE)}
 
 

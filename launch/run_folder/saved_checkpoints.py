@@ -6,7 +6,7 @@
     RUN/checkpoints.json                 the index: every complete one that is kept, and why
 
 A folder gets its name when it is complete. Before that it ends in `.partial`. An older version of
-the same folder ends in `.old` until its successor has the name. Folders ending in `.replaced` and
+the same folder ends in `.old` until the new version has its name. Folders ending in `.replaced` and
 `.damaged` were renamed when a run was resumed.
 """
 
@@ -80,9 +80,9 @@ def retained(
 ) -> list[KeptCheckpoint]:
     """Return the checkpoints to keep, with the reasons to keep them.
 
-    They are the final checkpoint, the newest periodic ones, and those with the best scores (the
-    older if scores are equal). A checkpoint of an early end is kept until there is another one of
-    the same or a later step.
+    Kept are the final checkpoint, the newest periodic ones, and those with the best scores (the
+    older if scores are equal). A checkpoint of an interrupted or failed run is kept until there is
+    another checkpoint of the same or a later step.
     """
     periodic = (one.step for one in checkpoints if RetentionReason.PERIODIC in one.reasons)
     newest = sorted(periodic)[-config.keep_last :]
@@ -114,7 +114,7 @@ def folder_of(run: Path, step: int, reason: RetentionReason) -> Path:
 
 
 def reason_of(folder: Path) -> RetentionReason:
-    """Return the probable reason of a checkpoint that is not in the index, from its name."""
+    """Return, from its name, the probable reason to keep a checkpoint that is not in the index."""
     if folder.name == FINAL_FOLDER:
         return RetentionReason.FINAL
     is_periodic = folder.parent.name == "checkpoints"
@@ -146,9 +146,10 @@ def read_index(run: Path) -> list[KeptCheckpoint]:
 
 
 def write_index(run: Path, kept: Sequence[KeptCheckpoint]) -> None:
-    """Write `checkpoints.json` if it changes; a missing file counts as empty. Raises StorageError.
+    """Write `checkpoints.json` if its content changes. Raises StorageError.
 
-    At any moment the file holds either the old or the new entries.
+    A missing file counts as a file without entries. At any moment the file holds either the old or
+    the new entries.
     """
     index = run / INDEX
     ordered = sorted(kept, key=lambda one: (one.is_lasting, one.step))
@@ -180,7 +181,7 @@ class RunState:
     sync_fallback: str | None = None
     """Why full weights are sent instead of an adapter; None if no adapter sync has failed."""
     has_answers_ahead: bool = False
-    """Whether the learner's part holds rollouts of the next step, generated ahead."""
+    """Whether the learner's part of the checkpoint holds rollouts generated for the next step."""
     lost_answers_ahead: bool = False
     """Whether there were rollouts of the next step, but they could not be saved."""
 
@@ -206,7 +207,7 @@ def read_state(checkpoint: Path) -> RunState | None:
 
 
 def is_complete(checkpoint: KeptCheckpoint) -> bool:
-    """Return whether the folder holds this checkpoint, and not one of another step.
+    """Return whether the folder holds this checkpoint, and not a checkpoint of another step.
 
     Raises StorageError if the disk cannot be read now.
     """
@@ -235,8 +236,9 @@ def full_checkpoints(run: Path) -> Iterator[tuple[Path, RunState]]:
 def sound_checkpoints(run: Path) -> tuple[dict[Path, RunState], dict[Path, str]]:
     """Return a run's undamaged full checkpoints, and what is wrong with the damaged ones.
 
-    Files are compared with their checksums from the newest checkpoint on, until one is undamaged.
-    Raises ConfigError if a file cannot be read; that does not count as damage.
+    The files of a checkpoint are compared with their checksums. This begins with the newest
+    checkpoint, and ends with the first undamaged one; older checkpoints count as undamaged. Raises
+    ConfigError if a file cannot be read; that does not count as damage.
     """
     states: dict[Path, RunState] = {}
     damaged: dict[Path, str] = {}
@@ -271,7 +273,7 @@ def wrong_name(checkpoint: Path, state: RunState) -> str | None:
 
 
 def newest(states: Mapping[Path, RunState]) -> Path:
-    """Return the checkpoint of the latest step, preferably the final checkpoint."""
+    """Return the checkpoint of the latest step; if several have that step, the final checkpoint."""
     return max(states, key=lambda folder: (states[folder].step, folder.name == FINAL_FOLDER))
 
 

@@ -19,7 +19,7 @@ def read_run(run: Path) -> dict[str, object]:
     """Read the configuration in the run's folder as it was saved, by any version.
 
     Raises:
-        ConfigError: no run, or a damaged configuration.
+        ConfigError: the folder holds no run, or its configuration is unreadable or damaged.
     """
     file = run / "config.json"
     try:
@@ -44,7 +44,8 @@ def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfi
     """Load the configuration in the run's folder, with `changes` to the values of dotted keys.
 
     Raises:
-        ConfigError: an error of `read_run`, a configuration of another version, or wrong changes.
+        ConfigError: an error of `read_run`, a configuration that another version of rollmatch
+            wrote, or wrong changes.
     """
     saved = read_run(run)
     try:
@@ -60,7 +61,7 @@ def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfi
 
 
 def changed_config(saved: Mapping[str, object], changes: Mapping[str, object]) -> RunConfig:
-    """Return the configuration with `changes` to the values of dotted keys.
+    """Return the validated configuration `saved`, with `changes` to the values of dotted keys.
 
     Interpolations such as `${oc.env:NAME}` are resolved. Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""The records of a step: its plan before it; its metrics, spans and console line after it."""
+"""What a run records of a step: first the plan; in the end metrics, time spans, a console line."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class StepPlans:
     """Makes the lines of plan.jsonl: what each engine generates, and how weights are sent."""
 
     def __init__(self, config: RunConfig, sync_fallback: str | None) -> None:
-        """`sync_fallback`: why a resumed run no longer sends an adapter."""
+        """`sync_fallback`: why a resumed run no longer sends an adapter; None otherwise."""
         section = config.rollout_matching.servers
         self._seed = config.training.seed
         # Environments make one call after the other, so their calls are not known in advance.
         self._plans_calls = section is not None and not config.algorithm.uses_environment
         self.servers = [] if section is None else [one.model_dump() for one in section.servers]
         self.sync_fallback = sync_fallback
-        """Why full weights are sent instead of an adapter; None if that is not so."""
+        """Why full weights are sent instead of an adapter; None if no adapter sync has failed."""
         self._sync_mode = "full" if sync_fallback else config.sync_mode
         self._algebra: BatchAlgebra | None = None
         self._engines: tuple[str, ...] = ()
 
     def placed(self, algebra: BatchAlgebra, engines: tuple[str, ...]) -> None:
-        """Set the names and shares of the engines, after they have started."""
+        """Set the engines' names and shares of requests, after the engines have started."""
         self._algebra = algebra
         self._engines = engines
 
@@ -90,11 +90,15 @@ def server_calls(
     run_seed: int,
     step: int,
 ) -> list[list[dict[str, object]]]:
-    """Return the calls to servers in each round, with their first seeds, if no server fails.
+    """Return, for each round of a step, the calls to servers as they are if no server fails.
+
+    A call has the name of a server, the number of requests (`count`), and the position and the seed
+    of the first request.
 
     Args:
         rounds: `[round][rank]`, the positions of a step that each learner rank learns.
         devices: the number of devices of each server.
+        names: the name of each server.
     """
     calls: list[list[dict[str, object]]] = []
     for ranks in rounds:
@@ -113,9 +117,9 @@ def step_metrics(
     """Return the metrics of a step that has ended.
 
     Args:
-        step_s: duration of the step.
-        save_s: seconds of waiting for checkpoints since the step before.
-        decode_mode: the decoding mode of its rollouts.
+        step_s: duration of the step in seconds.
+        save_s: seconds that the run waited for checkpoints since the previous step.
+        decode_mode: the decoding mode of the step's rollouts.
     """
     metrics: dict[str, float | str] = {**report.metrics, "time/step_s": step_s}
     if report.channel is Channel.B:

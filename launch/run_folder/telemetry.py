@@ -65,7 +65,7 @@ class Telemetry:
     def __init__(
         self, config: RunConfig, console: Console, point: ResumePoint | None = None
     ) -> None:
-        """Create the folder, remove files of a failed start, and save the configuration.
+        """Create the run folder, remove files of a failed start, and save the configuration.
 
         If a run is resumed at `point`, nothing is removed or saved before `go_on` is called.
 
@@ -79,7 +79,8 @@ class Telemetry:
         self._folder = RunFolder(run_dir, config.resume, resumes=point is not None)
         self._bar = StepBar(console, config.training.max_steps)
         self.patience = Patience(tell=self.warn)
-        """Tries failed writes again after the first sync. Before that, a start fails at once."""
+        """Calls functions that write files. Failed writes are retried only after the first weight
+        sync; before that, they end the start at once."""
         self._plans = StepPlans(config, None if point is None else point.state.sync_fallback)
         self._ends = ExitStack()
         """Closes the open files when the run ends."""
@@ -91,22 +92,22 @@ class Telemetry:
             # Written last: a folder with this file holds a run, which the next start refuses.
             write_run_file(self._folder.path / CONFIG, _as_text(config))
         self._num_written = 0
-        """The last step whose metrics a resumed run has found."""
+        """For a resumed run, the last step whose metrics are in the folder; else 0."""
         self._has_begun = point is not None
         """Whether the run has results that another run must not overwrite."""
         self._ray_metrics: RayMetrics | None = None
         self._loggers: Loggers | None = None
-        """None until the run has begun, so that a failed start is not logged as a run."""
+        """None until the run has begun, so that the loggers do not log a failed start as a run."""
         self.ray_logs: Path | None = None
         """The folder of the Ray session's logs; None without a session."""
         self._evaluations: list[EvaluationRecord] = []
         self._save_s = 0.0
-        """Seconds of waiting for checkpoints since the last step's line."""
+        """Seconds that the run waited for checkpoints since the line of the last step."""
         self._uncalled_tools = UncalledTools()
 
     @property
     def sync_fallback(self) -> str | None:
-        """Why full weights are sent instead of an adapter; None if that is not so."""
+        """Why full weights are sent instead of an adapter; None if no adapter sync has failed."""
         return self._plans.sync_fallback
 
     def go_on(self, point: ResumePoint) -> None:
@@ -199,7 +200,7 @@ class Telemetry:
     ) -> None:
         """Record the engines, the threads of a learner rank, and the number of examples.
 
-        The last two influence results. Only an environment has examples.
+        Threads and examples influence results. Only an environment has examples.
         """
         self._plans.placed(algebra, engines)
         if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
@@ -250,7 +251,10 @@ class Telemetry:
         self._step_done(StepRecord(plan, report, sync=sync), start_s, end_s)
 
     def sync(self, report: SyncReport) -> None:
-        """Record a weight sync that has just ended outside of a step, and its canary's noise."""
+        """Record a weight sync that has just ended outside of a step.
+
+        If the sync has measured the canary's rounding noise, it is saved in a file (`NOISE_FILE`).
+        """
         self._begin()
         if report.canary_noise is not None:
             noise = report.canary_noise.as_json()
@@ -279,17 +283,26 @@ class Telemetry:
         return record.score
 
     def waited_for_save(self, checkpoint: Path, seconds: float) -> None:
-        """Record that the run waited until now for this checkpoint, or for its copy."""
+        """Record that the run has just waited `seconds` for this checkpoint.
+
+        It waited until the weights were written or, for a write in the background, copied.
+        """
         self._save_s += seconds
         self._trace_until_now(f"save {checkpoint.name}", seconds)
 
     def saved(self, checkpoint: Path, written: Sequence[Span] = ()) -> None:
-        """Report a complete checkpoint; `written`: when ranks wrote it in the background."""
+        """Report a complete checkpoint.
+
+        `written`: time spans in which learner ranks wrote it in the background.
+        """
         self._trace(written)
         self.note(f"saved     {checkpoint}")
 
     def improvement(self) -> str | None:
-        """Compare the last held-out report with an earlier one, in a line; None without two."""
+        """Return a line that compares the last held-out report with an earlier one.
+
+        Returns None if there are fewer than two reports.
+        """
         return improvement(self._evaluations, self._config.warmup_steps)
 
     def _step_done(self, record: StepRecord, start_s: float, end_s: float) -> None:

@@ -13,14 +13,14 @@ from shared.run_files import Patience, RunFile, Span, damaged_line, read_line, r
 class TraceWriter:
     """The writer of a run's timeline, in the JSON array form of the Trace Event Format.
 
-    There is one thread per track; times are in microseconds. The format does not need the closing
-    bracket, so the file of a killed run opens as well.
+    Each track of the timeline is a thread in that format. Times are in microseconds. The format
+    does not need the closing bracket, so viewers also open the file of a killed run.
     """
 
     def __init__(self, path: Path, *, mode: str = "wb", patience: Patience | None = None) -> None:
         """Begin the file or, with "ab", continue it after `cut_timeline`.
 
-        `patience` is for `RunFile`. Raises StorageError.
+        `patience` retries failed writes. Raises StorageError.
         """
         goes_on = mode == "ab" and path.exists()
         self._tracks = _tracks_in(path) if goes_on else {}
@@ -60,9 +60,10 @@ def _name_event(kind: str, thread: int, name: str) -> str:
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a timeline, one per line; an empty list without the file.
+    """Return the events of a timeline; an empty list if the file does not exist.
 
-    The last line of a killed run may be incomplete. Raises OSError, and RecordError for a damaged
+    Each event is a line of the file. An incomplete last line of a killed run is left out. Raises
+    OSError, and RecordError for a damaged
     line.
     """
     try:
@@ -97,10 +98,10 @@ def _tracks_in(path: Path) -> dict[str, int]:
 
 
 def cut_timeline(path: Path, last: str) -> None:
-    """Cut a timeline after the end of the span whose name begins with `last`.
+    """Remove the spans that end after the span whose name begins with `last`.
 
-    Without such a span none is kept. Removes the closing bracket. Raises the errors of
-    `read_timeline`.
+    If there is no such span, all spans are removed. The closing bracket is removed too. Raises the
+    errors of `read_timeline`.
     """
     if path.exists():
         events = read_timeline(path)

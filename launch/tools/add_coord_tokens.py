@@ -61,22 +61,25 @@ class AddOptions(Section):
     out: Annotated[ConfigPath, Field(examples=["/models/Qwen3-VL-4B-Instruct-coord"])]
     """Folder to create. It must not exist."""
     init: CoordInit = "spread"
-    """Initial embeddings: `spread` (digits' mean, neighbours similar) or `mean` (of all tokens)."""
+    """Initial embeddings of the new tokens: `spread` (mean of the digits' embeddings, plus waves
+    that make neighbouring bins similar) or `mean` (mean of all tokens).
+    """
     seed: NonNegativeInt = 17
     """Seed of init=spread."""
     min_pixels: PositiveInt | None = None
-    """Smaller images are enlarged to this size; null: the checkpoint's value. InternVL uses
-    whole tiles."""
+    """Images with fewer pixels (width times height) are enlarged to this number; null: the
+    checkpoint's value. InternVL uses whole tiles."""
     max_pixels: PositiveInt | None = None
-    """Larger images are reduced to this size; null: the checkpoint's value, often too large
-    for a packed row."""
+    """Images with more pixels are reduced to this number; null: the checkpoint's value, often too
+    large for a packed row."""
 
 
 def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
-    """Return mixed cosines and sines over the coordinate bins, [C, D]; low frequencies dominate.
+    """Return a row for each coordinate bin, [C, D], so that neighbouring bins have similar rows.
 
-    Neighbouring bins get similar rows. With 1,000 independent rows, a model first has to learn
-    for each bin that 499 is next to 500.
+    Each column is a mixture, by `mixture_DW`, of cosines and sines over the bins, in which low
+    frequencies dominate. With 1,000 independent rows, a model would first have to learn for each
+    bin that 499 is next to 500.
     """
     position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
     frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
@@ -91,10 +94,11 @@ def coord_rows(
 ) -> torch.Tensor:
     """Return the initial embedding rows of the coordinate tokens, float32 [C, D].
 
-    `rows_VD` are the rows of all tokens, `digit_ids` the digits' token ids.
+    `rows_VD` are the embedding rows of all other tokens, `digit_ids` the token ids of the digits.
 
-    spread: the digits' mean plus waves, whose size is the digits' distance from their mean. So each
-    coordinate token is like a digit, and similar to its neighbours. mean: the mean of all tokens,
+    `init` spread: the mean of the digits' rows, plus waves (`mixed_waves`). The waves are as large
+    as the digits' mean distance from that mean (root mean square). So the row of each bin is like a
+    digit's row, and similar to the rows of neighbouring bins. `init` mean: the mean of all rows,
     for every bin.
     """
     if init == "mean":
@@ -130,7 +134,10 @@ def make_coord_model(options: AddOptions) -> list[str]:
 
 
 def _read_stock(options: AddOptions) -> tuple[PretrainedConfig, ProcessorMixin, list[str]]:
-    """Return configuration and processor of the stock checkpoint, and warnings about weights."""
+    """Return configuration and processor of the stock checkpoint, and warnings about its weights.
+
+    Raises ConfigError with all problems of the options and of the checkpoint's files.
+    """
     remedy = "give the folder of a downloaded Qwen-VL or InternVL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     config = None
@@ -193,13 +200,13 @@ def _token_problems(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterato
 
 
 def _pixel_limits(pictures: Pictures, options: AddOptions) -> tuple[int, int]:
-    """Return the minimum and maximum pixels of an image."""
+    """Return the minimum and maximum number of pixels of an image."""
     resize = pictures.resize
     return options.min_pixels or resize.min_pixels, options.max_pixels or resize.max_pixels
 
 
 def _limit_pixels(processor: ProcessorMixin, options: AddOptions) -> str:
-    """Set the pixel limits in the processor. Returns a line to print."""
+    """Set an image's minimum and maximum pixels in the processor. Returns a line to print."""
     pictures = pictures_of(processor)
     image_processor = processor.image_processor
     low, high = _pixel_limits(pictures, options)
@@ -260,7 +267,11 @@ def _make(
 
 
 def _checked_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the coordinate tokens' ids by bin. Raises ConfigError if they cannot be used."""
+    """Return the coordinate tokens' ids, in the order of bins.
+
+    Raises ConfigError if the ids are not consecutive, or if the tokenizer splits such a token
+    inside JSON quotes.
+    """
     codec = HFTokenCodec(tokenizer)
     ids = [codec.coord_id(bin_) for bin_ in range(NUM_BINS)]
     if ids != list(range(ids[0], ids[0] + NUM_BINS)):

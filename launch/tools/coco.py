@@ -111,7 +111,10 @@ def export_coco(options: ExportOptions) -> CocoResults:
 
 
 def _turn_back(results: CocoResults, predictions: Sequence[ImagePredictions]) -> None:
-    """Turn results back if the annotations refer to stored images."""
+    """Undo, in the results, the EXIF rotation that the import applied to annotations.
+
+    The results then refer to the stored images, as the annotations do.
+    """
     turned = {image.image_id: image for image in predictions if image.orientation != 1}
     for result in results.results:
         if image := turned.get(result["image_id"]):

@@ -64,14 +64,16 @@ class Key:
     """The values that the key takes, and its default in YAML or `REQUIRED`."""
     description: str
     is_section: bool
-    """The key has keys below it."""
+    """Whether there are keys below this key."""
 
 
 def keys_of(schema: JsonSchema, above: str = "") -> Iterator[Key]:
-    """Yield every configuration key below a section: the section's own keys before its sections'.
+    """Yield every configuration key below a section.
+
+    The section's own keys come before the keys of the sections in it.
 
     Args:
-        schema: the section's, without `$ref`.
+        schema: the JSON schema of the section, without `$ref`.
         above: the section's path with a dot at its end; empty for the whole configuration.
     """
     required = schema.get("required", ())
@@ -147,12 +149,18 @@ def write_markdown(folder: Path) -> list[Path]:
 
 
 def _plain(path: str) -> str:
-    """Remove what stands for entries of lists: `servers[].base_url` is `servers.base_url`."""
+    """Return the path of a key without what stands for entries of lists.
+
+    For example, `servers[].base_url` becomes `servers.base_url`.
+    """
     return ".".join(part.partition("[")[0] for part in path.split("."))
 
 
 def _resolved(node: Any, definitions: JsonSchema) -> Any:
-    """Replace each `$ref` by what it refers to; keys next to it, such as a description, stay."""
+    """Return a JSON schema with each `$ref` replaced by the definition that it refers to.
+
+    Other keys next to a `$ref`, such as a description, stay.
+    """
     if isinstance(node, list):
         return [_resolved(one, definitions) for one in node]
     if not isinstance(node, dict):
@@ -163,7 +171,7 @@ def _resolved(node: Any, definitions: JsonSchema) -> Any:
 
 
 def _options(field: JsonSchema) -> Iterator[JsonSchema]:
-    """Yield the alternatives of a schema."""
+    """Yield the alternatives of a schema (its `anyOf` or `oneOf`), or the schema itself."""
     alternatives = field.get("anyOf") or field.get("oneOf")
     if alternatives is None:
         yield field
@@ -173,7 +181,10 @@ def _options(field: JsonSchema) -> Iterator[JsonSchema]:
 
 
 def _sections(field: JsonSchema) -> Iterator[tuple[str, JsonSchema]]:
-    """Yield the sections that a key takes, each with the text that names an entry of a list."""
+    """Yield the schemas of the sections that a key takes.
+
+    Each comes with the text that stands for an entry of a list, or with an empty text.
+    """
     for option in _options(field):
         if "properties" in option:
             yield "", option
@@ -218,7 +229,7 @@ def _print(console: Console, keys: Sequence[Key]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("rollmatch keys", description=__doc__)
-    parser.add_argument("section", nargs="?", default="", help="a key, such as training; else all")
+    parser.add_argument("section", nargs="?", default="", help="a key, such as training; none: all")
     parser.add_argument("--markdown", type=Path, metavar="FOLDER", help="write the pages")
     options = parser.parse_args(arguments)
     console = make_console()

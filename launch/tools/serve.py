@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 ALIVE_CHECK_S = 0.5
 SERVER_SHUTDOWN_S = 2
-"""Seconds for a server that ends to finish open answers, or to end a starting engine."""
+"""Seconds that an ending server has to finish open answers, or to end a starting engine."""
 FAMILY_SHUTDOWN_S = 3.0
 """Seconds in which an engine's processes must end after SIGTERM."""
 
@@ -116,7 +116,7 @@ def settings_of(options: ServeOptions) -> EngineSettings:
     problems += no_model
     if options.image_root is not None and not options.image_root.is_dir():
         problems.append(
-            f"image_root: {options.image_root} is not a folder; give one, or leave it out"
+            f"image_root: {options.image_root} is not a folder; give a folder, or remove the key"
         )
     if options.token_env is None and not is_loopback(options.host):
         problems.append(
@@ -286,7 +286,10 @@ def _listen(options: ServeOptions) -> socket.socket:
 async def _run(
     app: FastAPI, service: RolloutService, watch: EngineWatch, listening: socket.socket
 ) -> bool:
-    """Serve until a signal, then return True. Raises RolloutError like `serve`."""
+    """Serve until a signal arrives, and return True. Raises RolloutError like `serve`.
+
+    Return False if the HTTP server has ended by itself.
+    """
     import uvicorn
 
     from rollout_actors.server.connections import PromptProtocol, open_many_files

@@ -60,7 +60,7 @@ def less_mean_of_others(reward: float, rewards: Sequence[float]) -> float:
 
     Source: Ahmadian et al. 2024, RLOO.
 
-    The result is n / (n - 1) times the reward minus the mean of all n.
+    The result is `n / (n - 1) * (reward - mean of all n rewards)`.
     """
     return less_mean(reward, rewards) / ((len(rewards) - 1) / len(rewards))
 
@@ -110,7 +110,7 @@ class AdvantageEstimator:
     max_new_tokens: int
     """Longest answer in tokens: with `normalize: constant` each token weighs 1 / this number."""
     teacher: TeacherSection | None = None
-    """The section with the weights of teacher and reward; None without a teacher."""
+    """The section with the weights of teacher and reward; None without a teacher model."""
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
@@ -122,7 +122,8 @@ class AdvantageEstimator:
             num_of_rollout: number of learned tokens in all examples of the same rollout.
 
         Raises:
-            ValueError: the example was not scored, or a number is not finite.
+            ValueError: the example's rollouts were not scored, or an advantage or log-probability
+                of a learned token is not finite.
         """
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
@@ -141,7 +142,7 @@ class AdvantageEstimator:
             logprob = example.logprobs[index]
             problem = None
             if not math.isfinite(advantage):
-                problem = f"advantage {advantage}; its reward functions must return finite numbers"
+                problem = f"advantage {advantage}; reward functions must return finite numbers"
             elif not math.isfinite(logprob):
                 problem = f"log-probability {logprob}; the endpoint must return finite ones"
             elif teacher_logprobs is not None and not math.isfinite(teacher_logprobs[index]):
@@ -206,7 +207,8 @@ def token_advantages(
 def own_advantages(example: TrainingExample) -> tuple[list[float], Sequence[bool | int]]:
     """Return the advantages that the environment set, and which tokens do not use them: both [L].
 
-    Those tokens use the advantage of their rollout in its group (`group_advantage`).
+    A token that does not use them has the advantage of its rollout in the group of rollouts
+    (`group_advantage`).
     """
     length = len(example.token_ids)
     own = example.token_advantages or [example.advantage or 0.0] * length
@@ -219,7 +221,8 @@ def group_advantage(
     """Return the advantage of a rollout with `reward`, compared with all `rewards` of its group.
 
     Args:
-        std_epsilon: divide by the standard deviation of the rewards plus this. None: do not divide.
+        std_epsilon: divide by (standard deviation of the rewards + `std_epsilon`). None: do not
+            divide.
         baseline: a key of `BASELINES`.
 
     Example:
@@ -234,7 +237,7 @@ def group_advantage(
 
 
 def teacher_log_ratios(example: TrainingExample) -> list[float]:
-    """Return `log p_teacher - log p_engine` of each token: [L], in nats; 0 if it is not learned.
+    """Return `log p_teacher - log p_engine` of each token: [L], in nats; 0 for tokens not learned.
 
     Raises:
         ValueError: no teacher has scored the example.

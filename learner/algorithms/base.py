@@ -1,7 +1,7 @@
 """Interface of a training algorithm: which rollouts a step requests, and what it learns from them.
 
-A thread (`Ahead`) prepares prompts and targets. They do not need the weights, and the results do
-not depend on when they are made.
+A thread (`Ahead`) prepares prompts and targets in advance. They do not depend on the weights or on
+the time at which they are prepared.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ NUM_AHEAD = 16
 """Number of prompts or targets that a thread prepares in advance.
 
 It is twice the default of `training.packing_window`. A prompt with an image of one megapixel takes
-25 MB.
+25 MB of host memory.
 """
 
 
 class AlgorithmStep(ABC):
     """One learner rank's part of one training step: requests for rollouts, and segments to learn.
 
-    Everything is in the order of positions. The step counts the rollouts it receives in `metrics`.
+    Requests, rollouts and segments are in the order of their positions. The step counts its
+    rollouts in `metrics`.
 
     Example (rollout matching, channel B, positions 4..7): `requests()` -> 4 RolloutRequests;
     `segments(2 rollouts)` twice -> 2 Segments each; `ground_truth()` -> nothing.
@@ -102,18 +103,18 @@ class Algorithm(ABC):
 
     @abstractmethod
     def move_to(self, num_samples: int) -> None:
-        """Skip the first `num_samples` samples of the run, which steps before a resume drew."""
+        """Skip the first `num_samples` samples, which the run drew before it was resumed."""
 
     @abstractmethod
     def fingerprints(self) -> dict[str, str]:
-        """Return digests of the data, by configuration key. A resumed run must have the same."""
+        """Return digests of the data, by configuration key. They must be equal in a resumed run."""
 
     def held_out_requests(self, step: int) -> list[Any]:  # noqa: ARG002
-        """Return this rank's share of the held-out requests after `step`, in order."""
+        """Return this rank's requests of the held-out evaluation after `step` steps, in order."""
         return []
 
     def score(self, answers: Sequence[Any]) -> Sequence[Outcome]:  # noqa: ARG002
-        """Return scored outcomes of the answers to the held-out requests, in order."""
+        """Score the answers to the held-out requests; return one outcome per sample, in order."""
         return []
 
     def require_same(self) -> None:  # noqa: B027 - environments have their data elsewhere
@@ -154,8 +155,8 @@ class Ahead:
     def map(self, prepare: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
         """Return an iterator like `map(prepare, items)`; a thread computes its items in advance.
 
-        The first items are started immediately. An exception of `prepare` is raised when the
-        iterator reaches that item.
+        The thread starts with the first `NUM_AHEAD` items immediately. An exception of `prepare` is
+        raised when the iterator reaches the item that caused it.
 
         Example:
             `prompts = ahead.map(encoder.encode, samples)` starts to encode 16 prompts.

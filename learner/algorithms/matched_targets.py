@@ -153,7 +153,10 @@ def parsed_target(
 
 
 def _written(parsed: ParsedRollout, append: str, codec: TokenCodec) -> tuple[list[int], int]:
-    """Encode prefix and append; return the tokens and how many of them the rollout sampled."""
+    """Encode the kept prefix with the text to append.
+
+    Return the tokens, and how many of the first tokens the engine sampled.
+    """
     prefix = list(parsed.prefix_token_ids)
     num_kept = parsed.num_unchanged
     begin = num_kept
@@ -191,7 +194,7 @@ def _text_of(token_ids: Sequence[int], codec: TokenCodec) -> str:
 class _Draft:
     """An unfinished target: its tokens without EOS, and the role of each token.
 
-    Spans are byte offsets in its text.
+    Spans are byte offsets in the text of the target.
     """
 
     def __init__(
@@ -208,7 +211,10 @@ class _Draft:
         self._label_overrides: list[LabelOverride] = []
 
     def add_matched(self, parsed: ParsedRollout, matched: Set[int]) -> None:
-        """Supervise the text of a prefix's matched objects. `matched` are indices of objects."""
+        """Supervise the text of the matched objects in the kept prefix.
+
+        `matched` are indices into `parsed.objects`.
+        """
         for number in matched:
             value = self._overlapping(parsed.objects[number].value)
             self._roles[value] = TokenRole.MATCHED_STRUCTURE
@@ -229,7 +235,10 @@ class _Draft:
         self._roles[[start == end for start, end in self._spans]] = TokenRole.NEUTRAL
 
     def add_separators(self, parsed: ParsedRollout, choices: Sequence[int]) -> None:
-        """Supervise the decision to continue with each of a prefix's matched objects."""
+        """Supervise the tokens at the byte offsets `choices`.
+
+        With each of these tokens, the answer continues with a matched object instead of ending.
+        """
         # `choices` are the offsets where the answer could have ended instead: the comma before
         # an entry, or the first character of the first entry. If `},` is one token, the whole token
         # is supervised, although its `}` closes the object before.
@@ -242,7 +251,7 @@ class _Draft:
             self._roles[desc][is_separator] = TokenRole.NEUTRAL
 
     def correct_name(self, parsed: ParsedRollout, number: int, name: str, num_prefix: int) -> None:
-        """Teach `name` at the first token of the object's sampled name that differs."""
+        """Teach the right `name` of object `number` at the first sampled token that differs."""
         # The context of a token is the sampled text before it, so later tokens of the correct name
         # cannot be taught. No token is taught if the tokenizer would write the sampled text
         # differently, or at or after position `num_prefix`, where the appended text begins.
@@ -284,7 +293,10 @@ class _Draft:
     def add_digits(
         self, parsed: ParsedRollout, number: int, right: Sequence[str], num_prefix: int
     ) -> None:
-        """Teach a matched object's coordinates. `right`: the ground truth's digits, as texts."""
+        """Teach the coordinates of the matched object `number`.
+
+        `right` has the digits of each coordinate of the ground truth.
+        """
         # The correct first tokens of a coordinate are taught. At the first token that differs from
         # `right`, the token of the correct number is taught. Later tokens are not taught, because
         # their context is wrong.
@@ -328,7 +340,10 @@ class _Draft:
         self._coord_targets.extend(targets)
 
     def add_ours(self, start: int) -> int:
-        """Supervise all tokens that end after byte `start`; return the position of the first."""
+        """Give the role STRUCTURE to all tokens that end after byte `start`.
+
+        Return the position of the first of them.
+        """
         first = bisect_right(self._spans, start, key=lambda span: span[1])
         self._roles[first:] = TokenRole.STRUCTURE
         return first
@@ -336,7 +351,7 @@ class _Draft:
     def add_serialized(
         self, text: SerializedText, objects: Sequence[GroundTruthObject], *, offset: int
     ) -> None:
-        """Supervise the serialised `objects`. Their text begins at `offset`."""
+        """Supervise the serialised `objects`. Their `text` begins at byte `offset`."""
         end = offset + len(text.text.encode())
         written = self._spans[-1][1] if self._spans else 0
         assert written == end, "encoding the target changed its text"
@@ -355,7 +370,7 @@ class _Draft:
         self._roles[self._overlapping(text.closing, offset)] = TokenRole.CLOSING
 
     def target(self, sample_id: str) -> Target:
-        """Close the target with EOS."""
+        """Return the finished target, which ends with EOS."""
         return Target(
             sample_id,
             (*self._token_ids, self._codec.eos_token_id),
@@ -367,7 +382,7 @@ class _Draft:
         )
 
     def _overlapping(self, span: tuple[int, int], offset: int = 0) -> slice:
-        """Return the tokens whose bytes overlap `span`, which is relative to `offset`.
+        """Return the positions of the tokens that overlap `span`, counted from byte `offset`.
 
         The result is empty for an empty span at the beginning of a token.
         """
@@ -385,14 +400,17 @@ def _is_canonical(token_ids: Sequence[int], codec: TokenCodec) -> bool:
 def _is_capped(
     prediction: ParsedObject, truth: GroundTruthObject, settings: TargetSettings
 ) -> bool:
-    """Return whether the pair uses optimal transport with an epsilon that the cap lowers."""
+    """Return whether the pair uses optimal transport with an epsilon that `epsilon_cap` lowers."""
     is_transported = GeometryKind.POLY in (prediction.kind, truth.kind)
     transport = settings.transport
     return is_transported and transport.epsilon_of(truth) < transport.epsilon
 
 
 def _has_certain_slots(prediction: ParsedObject, parsed: ParsedRollout, codec: TokenCodec) -> bool:
-    """Return whether the positions hold one coord token per bin, in order, inside the object."""
+    """Return whether each of the object's `coord_positions` has the coordinate token of its bin.
+
+    The positions must also be ascending and inside the object.
+    """
     positions = prediction.coord_positions
     start, stop = prediction.span
     return (

@@ -128,7 +128,7 @@ class RolloutMatching(Algorithm):
         return RolloutMatchingStep(self, plan, share, [shown[draw] for draw in draws], metrics)
 
     def _draws(self, plan: StepPlan, stream: MixedStream) -> tuple[range, list[Draw]]:
-        """Take a step's draws; return this rank's positions and their draws."""
+        """Draw a step's samples from `stream`. Return this rank's positions and their draws."""
         # All rollouts of one sample have the same draw.
         share = rank_share(plan.num_samples, self._ranks.world_size, self._ranks.rank)
         size = 1
@@ -138,7 +138,7 @@ class RolloutMatching(Algorithm):
         return share, [draws[position // size] for position in share]
 
     def _shown(self, draw: Draw, augmenter: Augmenter | None) -> Augmented:
-        """Return the drawn sample as engines and learner receive it."""
+        """Return the drawn sample as engines and learner receive it, changed by `augmenter`."""
         sample = self.train[draw.source][draw.row]
         shown = Augmented(sample, None, 0) if augmenter is None else augmenter(sample, draw)
         # An image file is read twice, to send it and to encode it, and its digest is compared. An
@@ -205,7 +205,7 @@ def _digest(sources: Sequence[DataSource], fittings: Sequence[Fitting]) -> str:
 
 
 class _Scored(NamedTuple):
-    """A rollout that waits for the other rollouts of its sample."""
+    """A rollout with its prompt and reward, while it waits for the other rollouts of its sample."""
 
     rollout: Rollout
     prompt: EncodedPrompt
@@ -237,7 +237,7 @@ class RolloutMatchingStep(AlgorithmStep):
         self._settings = algorithm.settings.with_gate(gate)
         self._num_targets = 0
         self._group: list[_Scored] = []
-        """Rollouts of the sample that is still incomplete, in the order of positions."""
+        """Rollouts that wait for the other rollouts of their sample, in the order of positions."""
         # The prompts are encoded while the engines generate.
         self._prompts = algorithm.ahead.map(algorithm.encoder.encode, self.samples)
 
@@ -313,7 +313,7 @@ class RolloutMatchingStep(AlgorithmStep):
                 yield from self._compared()
 
     def _target_and_reward(self, rollout: Rollout, sample: Sample) -> tuple[Target, float | None]:
-        """Return a rollout's target, and its F1 as reward with `policy_gradient` (None without)."""
+        """Return a rollout's target and its reward: the F1, or None without `policy_gradient`."""
         algorithm = self._algorithm
         target = rollout_target(rollout, sample, algorithm.tokens.codec, self._settings)
         assert target.reading is not None

@@ -68,9 +68,9 @@ ExampleRollouts = Sequence[EnvironmentRollout]
 one example."""
 
 _NUM_FIXED = 40
-"""Length of the fixed token sequence."""
+"""Number of token ids in the fixed segment (`Algorithm.fixed`), before banned ids are removed."""
 _FIXED_SIDE = 64
-"""Pixels of the fixed image's width and height."""
+"""Width and height of the fixed segment's image, in pixels."""
 
 
 def trajectory_target(
@@ -78,7 +78,7 @@ def trajectory_target(
 ) -> tuple[tuple[int, ...], AdvantageTarget] | None:
     """Split a training example into prompt tokens and the target with its advantages.
 
-    Return None if no token of it is learned.
+    Return None if no token of the example is learned.
 
     Example: token_ids [5, 6, 7, 8] and mask [0, 0, 1, 1] give the prompt (5, 6) and a target with
     the tokens (7, 8). The target of a merged example also contains the tokens between its turns,
@@ -157,10 +157,11 @@ class Trajectories(Algorithm):
     def refill_order(self, plan: StepPlan, drawn: Sequence[int]) -> list[int]:
         """Return all examples in the order that a step's refill rounds follow.
 
-        A refill round replaces groups of rollouts with equal rewards. The order is a permutation
-        that depends on the run's seed and the step. Examples that the step has `drawn` come last.
-        In a round (from 1), group `g` of `G` gets the example at index `(round - 1) G + g`, modulo
-        their number. A mixture counts only examples of the group's environment.
+        A refill round requests new groups in place of groups whose rewards are all equal. The order
+        is a permutation that depends on the run's seed and the step. Examples that the step has
+        `drawn` come last. In a round (from 1), group `g` of `G` gets the example at index
+        `(round - 1) G + g`, modulo the number of examples. In a mixture, only examples of the
+        group's environment are counted.
         """
         seed = self.config.training.seed
         # Epoch orders use a seed of two numbers (`SampleStream`). The third number must not be 0:
@@ -213,7 +214,7 @@ class TrajectoryBatch(AlgorithmStep):
         self._refill_round = 0
         """Number of refill rounds so far."""
         self._without_signal: list[int] = []
-        """Places to refill: the position in the step of the group's first rollout."""
+        """Groups to replace in the next refill round, by the position of their first rollout."""
         self._positions = list(share)
         """Positions of the requested rollouts."""
         self._num_taken = 0
@@ -226,9 +227,10 @@ class TrajectoryBatch(AlgorithmStep):
         return [self._request(position, self._drawn[position // size]) for position in places]
 
     def refill_requests(self) -> list[EnvironmentRequest]:
-        """Return requests that replace the groups of rollouts with equal rewards.
+        """Return requests for new groups, in place of the groups without signal.
 
-        Each requests a group of rollouts of another example.
+        A group is the rollouts of one example. It has no signal if all its rewards are equal. Each
+        request is for a group of another example.
         """
         algorithm = self._algorithm
         size = algorithm.environment.rollouts_per_example
@@ -271,9 +273,10 @@ class TrajectoryBatch(AlgorithmStep):
         return spans
 
     def segments(self, answers: Sequence[ExampleRollouts], *, version: int) -> Iterator[Segment]:
-        """Yield one segment per training example that is learned. Failed rollouts have none.
+        """Yield one segment per training example that is learned.
 
-        `version`: the learner's weight version, from which rollouts may differ by `max_staleness`.
+        Failed rollouts have no training examples. `version` is the learner's weight version. The
+        weights of rollouts may be up to `max_staleness` versions older.
         """
         # The whole round is checked together, across all environments and engines.
         sampled = []
@@ -476,7 +479,7 @@ def _require_reward(rollout: EnvironmentRollout) -> None:
 
 
 def _fixed_segment(prompts: Prompts, tokens: LoadedTokens, images: tuple[ImageRef, ...]) -> Segment:
-    """Return a segment with ids from the whole vocabulary, after the images if there are any."""
+    """Return a segment with token ids from the whole vocabulary. `images` precede them."""
     # So the canary also reads embedding rows that do not occur in the environment's examples. If
     # the model is trained on text only, checksums verify the vision tower.
     size = len(tokens.tokenizer)

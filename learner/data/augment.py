@@ -39,12 +39,13 @@ from shared.records import (
 )
 
 ATTEMPTS = 8
-"""How many random augmentations are tried for one sample, until one fits."""
+"""How many random augmentations are tried for one sample, until one gives a sample that fits a row
+and still has objects."""
 NUM_THREADS = 4
 """Number of threads that augment images. They run in parallel, as Pillow releases the GIL."""
 _HUE_SHARE = 0.1
 _LEAST_SIDE = 2
-"""Pixels: a shorter axis has no scale."""
+"""Least width and height of a changed image, in pixels: an axis of one pixel has no bins."""
 _SIDE = re.compile(r"\b(left|right)|左|右", re.IGNORECASE)
 _WINDOW = (0, 0, MAX_BIN, MAX_BIN)
 Points = list[tuple[float, float]]
@@ -52,7 +53,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """The changes to a training sample's images and objects, in this order.
+    """The changes to a training sample's images and objects, applied in the order of the fields.
 
     Example: `Augmentation((40, 0, 600, 480), True, (300, 240), (1.1, 0.9, 1.0), -0.02, 0.25)`.
     """
@@ -68,7 +69,8 @@ class Augmentation:
     hue: float
     """Shift of the hue; 1 is the whole colour circle."""
     min_visible: float
-    """Objects are dropped if the crop keeps a smaller share of their area than this, or nothing."""
+    """An object is dropped if the crop keeps nothing of it, or a smaller share of its area than
+    this."""
 
     @classmethod
     def draw(
@@ -151,7 +153,7 @@ class Augmentation:
         return replace(one, bins=bins)
 
     def _cut_point(self, bins: Sequence[int], moved: Points, sample: Sample) -> Points:
-        """Return a moved point, or an empty list if its nearest pixel is cropped."""
+        """Return the point `moved`, or an empty list if the crop drops its nearest pixel."""
         for bin, first, kept, side in zip(
             bins, self.crop[:2], self.crop[2:], (sample.width, sample.height), strict=True
         ):
@@ -161,7 +163,10 @@ class Augmentation:
         return [(_clamp(x), _clamp(y)) for x, y in moved]
 
     def _on_crop(self, bins: Sequence[int], sample: Sample) -> Points:
-        """Return vertices in bins of the crop, unrounded. Outside it they are not in 0..999."""
+        """Return vertices in bins of the crop, unrounded.
+
+        Coordinates of vertices outside the crop are below 0 or above 999.
+        """
         left, top, width, height = self.crop
         axes = []
         for values, first, kept, side in (
@@ -178,9 +183,10 @@ class Augmentation:
         return list(zip(*axes, strict=True))
 
     def picture(self, image: ImageRef, size: tuple[int, int]) -> ImageRef:
-        """Return the changed image with its bytes (PNG). `size` is its width and height before.
+        """Return the changed image, as PNG bytes.
 
-        Raises RecordError as `decode_image` does, or if the image does not have this `size`.
+        `size` is the width and height, in pixels, that the dataset row states for `image`. Raises
+        RecordError as `decode_image` does, or if `image` does not have this size.
         """
         from torchvision.transforms.v2 import functional  # takes seconds
 
@@ -209,7 +215,7 @@ class Augmentation:
         return ImageRef(path=None, data=data, sha256=hashlib.sha256(data).hexdigest())
 
     def without_pictures(self, sample: Sample) -> Sample:
-        """Return the sample with changed size and objects, but without changing its images."""
+        """Return the sample with the changed size and objects, but with its original images."""
         width, height = self.size
         shown = replace(sample, width=width, height=height, objects=self.objects(sample))
         return replace(shown, annotated=(), ignore=())  # valid only for the original image
@@ -240,14 +246,14 @@ class Augmenter:
     def __init__(self, section: AugmentSection, seed: int, fits: Callable[[Sample], bool]) -> None:
         """`fits` returns whether a changed sample is short enough to be learned.
 
-        It reads only sizes and objects.
+        It reads only the size and the objects of the sample, not the images.
         """
         self._section = section
         self._seed = seed
         self._fits = fits
 
     def __call__(self, sample: Sample, draw: Draw) -> Augmented:
-        """Return the sample with random changes, or unchanged if no drawn changes fit.
+        """Return the sample with random changes, or unchanged if none of `ATTEMPTS` draws fits.
 
         Raises RecordError if an image is missing, has changed or cannot be decoded.
         """
@@ -303,7 +309,7 @@ def _names_a_side(sample: Sample) -> bool:
 
 
 def _cut_box(corners: Points, window: tuple[float, float, float, float]) -> Points:
-    """Cut a box (two corners) at a window's borders. Empty if it is outside."""
+    """Cut a box (two corners) at a window's borders. The result is empty if the box is outside."""
     (x1, y1), (x2, y2) = corners
     left, top, right, bottom = window
     x1, y1, x2, y2 = max(x1, left), max(y1, top), min(x2, right), min(y2, bottom)

@@ -1,7 +1,7 @@
 """Checks at the start of a run that every sample fits a packed row, and can be encoded to tokens.
 
 The longest prompt + response + append must fit (decision 24). The append is the ground truth, and
-the tokenizer must not change its text. The measured sizes of the rows are cached as arrays.
+the tokenizer must not change its text. The numbers of tokens of all rows are cached as arrays.
 
 Shape legend: K rows that fit, in the order of their file.
 """
@@ -37,7 +37,8 @@ from shared.tokens.vocabulary import NUM_BINS
 # The token at which appended text meets the rollout's is encoded again and may become a few tokens.
 _CUT_SLACK = 4
 SMALL_PX = 8
-"""Pixels: an object with a shorter side is small. It covers under half of an image token's side."""
+"""An object is small if one of its sides has fewer pixels than this. It is under half of the side
+of an image token."""
 
 
 class BadRow(NamedTuple):
@@ -64,13 +65,13 @@ class Measures:
     prompt_K: np.ndarray
     """Number of prompt tokens, with expanded image placeholders."""
     text_K: np.ndarray
-    """Number of tokens of the longest text that can be appended to a rollout. If the objects are
-    not taught, of the whole answer. Both include the end of turn."""
+    """Number of tokens of the longest text that can be appended to a rollout, end of turn included.
+    If the objects are not taught: of the ground truth written as a whole answer."""
     objects_K: np.ndarray
     small_K: np.ndarray
     """Number of objects with a side under `SMALL_PX` in the image that the model sees."""
     shrunk_K: np.ndarray
-    """Number of those that are not small in the image file, before it is resized."""
+    """Number of objects that are small only because the image is resized for the model."""
     digest: str
     """Digest of the usable rows' samples, without the paths of their images."""
     bad: tuple[BadRow, ...] = ()
@@ -80,11 +81,14 @@ _COLUMNS = tuple(field.name for field in fields(Measures) if field.name.endswith
 
 
 class Fitting(NamedTuple):
-    """The samples of a data file that passed the checks, with their sizes."""
+    """The samples of a data file that a run can use, with their numbers of tokens and objects.
+
+    `require_lengths` has checked that each sample fits a packed row and can be encoded to tokens.
+    """
 
     samples: Dataset
     measures: Measures
-    """The sizes: value i of each column belongs to sample i."""
+    """Numbers of tokens and objects: value i of each column belongs to sample i."""
     taught: bool
     """Whether the samples' objects are learned (become targets); False for held-out samples."""
 
@@ -92,7 +96,7 @@ class Fitting(NamedTuple):
 def require_train_lengths(
     config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec
 ) -> Fitting:
-    """Check the training samples of a run with `require_lengths`, and return those that fit."""
+    """Check the training samples of a run with `require_lengths`, and return its result."""
     return require_lengths(
         dataset,
         encoder,
@@ -118,7 +122,7 @@ def require_lengths(
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
     checkpoint: Path | None = None,
 ) -> Fitting:
-    """Check that every sample fits a row with the longest possible response, and can be encoded.
+    """Check that every sample fits a packed row with the longest response, and can be encoded.
 
     Example: prompt 26 + response 160 + appended ground truth 45 + 4 where it meets the response =
     235 tokens: raises ConfigError if `global_max_length` is 200.
@@ -130,16 +134,18 @@ def require_lengths(
         taught: the objects become targets, so the tokenizer must not change them. False for
             held-out samples, whose sequences end with the response.
         most: the number of samples to return, from the first one; None: all.
-        checkpoint: folder of `encoder` and `codec`. If set, sizes are cached for later runs.
+        checkpoint: folder of `encoder` and `codec`. If set, numbers of tokens are cached for later
+            runs.
 
     Returns:
-        The samples that are not skipped.
+        The samples that are not skipped, with their numbers of tokens and objects.
 
     Raises:
-        ConfigError: a sample could exceed `global_max_length` (shows the longest), or the tokenizer
-            changes the text between objects.
+        ConfigError: a sample could exceed `global_max_length` (the message shows the longest one),
+            or the tokenizer changes the text between objects.
         RecordError: the tokenizer changes the text of samples, or the processor refuses their
-            images; names all of them. With `on_bad_row: skip` only if no row is left.
+            images; the message names all such samples. With `on_bad_row: skip` only if no row is
+            left.
     """
     key = ""
     if checkpoint is not None and dataset.key:
@@ -224,7 +230,10 @@ def _measure(
     taught: bool,
     most: int | None,
 ) -> Measures:
-    """Measure all rows, or the first `most` good ones. Raises ConfigError as `require_lengths`."""
+    """Count tokens and objects of all rows, or of the first `most` rows that can be used.
+
+    Raises ConfigError as `require_lengths` does.
+    """
     resize = encoder.picture_resize
     values = array("q")
     bad = []
@@ -289,8 +298,8 @@ def _num_small(sample: Sample, resize: PictureResize) -> tuple[int, int, int]:
 def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: PictureResize) -> str:
     """Return a text that says how many objects are too small in the image that the model sees.
 
-    Their side is under `SMALL_PX`. The text names the image with most of them. `key` is the data's
-    key in the configuration.
+    Such an object has a side of under `SMALL_PX` pixels. The text names the image with most of
+    them. `key` is the configuration key that names the data.
     """
     num_objects = sum(int(one.measures.objects_K.sum()) for one in fittings)
     num_small = sum(int(one.measures.small_K.sum()) for one in fittings)
@@ -320,7 +329,10 @@ def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: Pictur
 def describe_cut_answers(
     fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, answer_format: AnswerFormat
 ) -> str | None:
-    """Return a text that says how many ground truths are longer than `max_new_tokens`, or None."""
+    """Return a text that says how many ground truths are longer than `max_new_tokens`.
+
+    Return None if there are none.
+    """
     samples = fitting.samples
     text_K = fitting.measures.text_K
     if not fitting.taught:
@@ -343,9 +355,9 @@ def describe_cut_answers(
 
 
 def _append_length(sample: Sample, codec: HFTokenCodec, answer_format: AnswerFormat) -> int:
-    """Count the tokens of all objects after the longest prefix, EOS included.
+    """Count the tokens of the longest text that appends all objects to a rollout, EOS included.
 
-    Raises RecordError if the tokenizer changes their text.
+    Raises RecordError if the tokenizer changes the text of an object.
     """
     text = answer_format.longest_append(sample.objects)
     token_ids = codec.encode(text.text)

@@ -1,7 +1,7 @@
 """A cache on disk for the results of checking a data file, so that later runs start faster.
 
 The key of a result contains everything that the result depends on. A result with another key is
-not used. Results of less than `QUICK_S` seconds are not cached: reading would cost as much.
+not used. Results that take less than `QUICK_S` seconds are not cached: reading would cost as much.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Fingerprint = list[int]
 
 
 def fingerprint(path: Path) -> Fingerprint | None:
-    """Return size and times of a file, which show whether it has changed; None if it is missing."""
+    """Return size and change times of a file, to detect later changes; None if it is missing."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # ValueError: a path with a null character

@@ -4,9 +4,9 @@ Preflight and learner load the files with the same function, so both keep and sk
 This module does not import torch, because preflight runs before anything heavy is loaded.
 
 If a file and its images have not changed since an earlier run, the file is not read again: the
-positions of its rows are cached. Then the start only reads size and times of each image. Each image
-is decoded once, and the facts of intact images are cached. Broken images are reported with their
-row.
+positions of its rows are cached. The start then reads only the file size and change times of each
+image. Each image is decoded once; size and digest of intact images are cached. Broken images are
+reported with their row.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def _kept_rows(path: Path, key: str, rules: RowRules) -> Dataset | None:
 
 
 def _with_key(dataset: Dataset, key: str) -> Dataset:
-    """Return the dataset with its key: a digest of `key` (file and reading rules) and the table.
+    """Return the dataset with its cache key: a digest of `key` and the dataset's table of rows.
 
-    The table depends on the images' contents, and on the rows that were skipped.
+    `key` depends on the file and the reading rules, the table on the images' contents and the
+    skipped rows.
     """
     digest = hashlib.sha256(key.encode())
     for field in fields(RowTable):
@@ -135,7 +136,7 @@ def header_size(path: Path) -> PictureSize:
 
 
 def fingerprints(data_file: Path, names: set[str]) -> dict[str, kept.Fingerprint | None]:
-    """Return the file size and times of images, by their path in the rows of `data_file`.
+    """Return the file size and change times of images, by their path in the rows of `data_file`.
 
     The value is None for a missing file.
     """

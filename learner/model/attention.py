@@ -107,7 +107,8 @@ def segment_attention(
 
     Args:
         query: [B, H, T, D]; `key` and `value` are [B, G, T, D], and G divides H.
-        cu_seq_lens_q: `RowBorders.starts` of a vision tower; `max_length_q` is its `longest`.
+        cu_seq_lens_q: `RowBorders.starts` of the images, which only a vision tower passes.
+        max_length_q: `RowBorders.longest` of the images.
 
     Returns:
         [B, T, H, D], and None instead of attention weights.

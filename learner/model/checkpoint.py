@@ -201,9 +201,10 @@ def _compared(section: Mapping[str, Any]) -> dict[str, Any]:
 def flush(*paths: Path) -> None:
     """Flush files of a checkpoint to disk, and give them their folder's permissions.
 
-    So a power failure cannot leave a checkpoint without them under its final name. Folders are
-    skipped. A rank passes only its own files: other ranks' files may appear and vanish meanwhile,
-    and only the node that wrote a file can flush it.
+    This happens before the checkpoint gets its final name. So a power failure cannot leave a
+    checkpoint with this name that lacks these files. Folders are skipped. A rank passes only its
+    own files: other ranks' files may appear and vanish meanwhile, and only the node that wrote a
+    file can flush it.
     """
     for path in paths:
         if path.is_file():

@@ -38,7 +38,8 @@ def checkpoint_problems(
 ) -> tuple[str, ...]:
     """Return the reasons why `folder` is not a valid checkpoint; empty if it is one.
 
-    `key` is the configuration key that names the folder. The reasons begin with it.
+    `key` is the configuration key that names the folder. Each reason begins with this key. `remedy`
+    says how to get a valid checkpoint, if there is none at this path.
     """
     if (folder / "adapter_config.json").is_file():
         # transformers would load the base model named in it and ignore the folder's weights.
@@ -96,8 +97,8 @@ def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -
     Each file may name one id or several (`"eos_token_id": [2, 0]`). If an engine ignored one of
     them, it would continue sampling, and the learner would train on the surplus text. Stock engines
     read `config.json` only if `generation_config.json` names no id, and so does this function. If
-    both name ids, those of `config.json` count only if they are control tokens: it may contain the
-    default of its class, which can be an ordinary word of this tokenizer.
+    both name ids, the ids of `config.json` count only if they are control tokens: that file may
+    contain the default id of the model family, which can be an ordinary word of this tokenizer.
 
     Args:
         num_tokens: size of the vocabulary; every id is below it.
@@ -119,7 +120,10 @@ def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -
 
 
 def _eos_ids(file: Path) -> list[Any]:
-    """Return all values of `eos_token_id`, including a `text_config`; empty without the file."""
+    """Return all values of `eos_token_id` in a JSON file, also in its section `text_config`.
+
+    The list is empty if the file is missing.
+    """
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found: list[Any] = []
     for section in (content, content.get("text_config") or {}):

@@ -54,7 +54,7 @@ class CheckpointSave:
         begin -> complete, ...   a thread writes; call `complete` until it returns True
 
     The folder has a temporary name until it is complete and flushed to disk, so a killed save does
-    not damage the previous checkpoint. The methods are collectives, which the thread never calls.
+    not damage the previous checkpoint. The methods are collectives; the thread calls none of them.
     If one rank fails, all ranks raise, the folder is removed, and all can try again. The rank that
     failed raises its own error (StorageError: no space left, no permission), the others a
     CollectiveError.
@@ -104,10 +104,10 @@ class CheckpointSave:
         self._thread.start()
 
     def complete(self, *, wait: bool) -> bool:
-        """Give the checkpoint its final name if all ranks have written. Return whether they have.
+        """Give the checkpoint its final name if all ranks have written their parts.
 
-        With `wait`, block until they have. After a failed attempt, write everything again, and
-        block.
+        Return whether all ranks have. With `wait`, block until then. After a failed attempt, write
+        everything again, and block.
         """
         thread = self._thread
         if thread is None:

@@ -262,7 +262,10 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
 def _prompt_problems(
     data: DataSection, environment: EnvironmentSection | None, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
-    """Yield problems of the prompt texts in the configuration. Rows are checked when encoded."""
+    """Yield problems of the prompt texts in the configuration.
+
+    The texts of dataset rows are checked when they are encoded (`PromptEncoder`).
+    """
     texts = {"data.system_prompt": data.system_prompt, "data.user_prompt": data.user_prompt}
     texts |= {f"data.prompts[{i}]": text for i, text in enumerate(data.prompts)}
     if environment is not None:
@@ -277,7 +280,7 @@ def _prompt_problems(
 
 
 def _require_ids_as_written(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if `tokenizer_config.json` gives a token another id."""
+    """Raise ConfigError if transformers gives a token another id than `tokenizer_config.json`."""
     # Rex-Omni's file intends to rename tokens of the vocabulary. Instead, transformers moves all of
     # them to other ids than the model has learned.
     config = path / "tokenizer_config.json"
@@ -361,11 +364,11 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
 
 def _has_dropout(path: Path) -> str:
-    return f"model.path: {path} has dropout, but engines have none; set it to 0 in config.json"
+    return f"model.path: {path} has dropout, but engines have none; set dropout to 0 in config.json"
 
 
 def _attention(wanted: str, path: Path) -> tuple[str, bool]:
-    """Return transformers' name of the attention, and whether rows are computed by segments.
+    """Return transformers' name of the attention, and whether each segment is computed separately.
 
     Raises ConfigError if `model.attention` is sdpa, which would ignore the model's cap on scores.
     """

@@ -1,8 +1,8 @@
-"""Moves the learner's tensors to host memory while the engine in its process generates
+"""Moves the learner's tensors to host memory while the engine on the same device generates
 (`rollout_matching.offload`).
 
-Values do not change. They are moved back before any code of the learner runs, even after an
-exception. Not tested on a GPU.
+The values do not change. The tensors are moved back before any code of the learner runs, even after
+an exception. Not tested on a GPU.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def offloaded(
 ) -> Iterator[None]:
     """Keep the learner's tensors in host memory inside the block, then move them back.
 
-    The configuration says which: the optimizer's, the model's (only if `with_model` is true) or
-    both. A separate `reference` model is moved if models are. On a GPU the freed memory is returned
-    to the CUDA driver, because the engine is another process.
+    The configuration chooses the tensors of the optimizer, of the model (moved only if `with_model`
+    is true) or of both. If it chooses the model, a separate `reference` model is moved too. On a
+    GPU the freed memory is returned to the CUDA driver, because the engine is another process.
     """
     if not offloads(rollouts):
         yield

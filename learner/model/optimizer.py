@@ -35,13 +35,13 @@ class MasterWeights:
     ) -> None:
         """Create the masters, on the device `kept_on`; None: each on its parameter's device.
 
-        From now on, gradients of the parameters are added to those of the masters.
+        From now on, gradients of the parameters are added to the gradients of the masters.
         """
         # bfloat16 has 8 significant bits: adding an update below 1/512 of a weight does not change
         # it, and small gradients of rows are lost in a sum. So after each backward, a parameter's
         # gradient is added to its master's gradient in float32, and then dropped.
         self.masters: list[torch.Tensor] = []
-        """In the order of `parameters`."""
+        """The master weight of each parameter, in the order of the constructor's `parameters`."""
         self._copies: list[tuple[nn.Parameter, torch.Tensor]] = []
         for parameter in parameters:
             if parameter.dtype is torch.float32 and kept_on is None:
@@ -59,7 +59,10 @@ class MasterWeights:
             torch._foreach_copy_(parameters, masters)
 
     def move_to(self, device: torch.device) -> None:
-        """Move the masters and their gradients to a device. Masters that are parameters stay."""
+        """Move the masters and their gradients to a device.
+
+        A float32 parameter that is its own master is not moved.
+        """
         for _, master in self._copies:
             # A gradient must be on the same device as its tensor.
             gradient = master.grad
@@ -109,7 +112,7 @@ class UpdateResult:
 
     @property
     def skipped(self) -> bool:
-        """Return whether the gradient was not finite, so that the weights were not changed."""
+        """Whether the gradient was not finite, so that the weights were not changed."""
         return self.num_skipped_in_a_row > 0
 
 
@@ -137,14 +140,14 @@ class _ParameterGroup:
     decays: bool
     """Whether weight decay applies. Pulling norms and biases towards zero does not regularize."""
     is_embedding: bool = False
-    """Whether the moments keep 32 bits even if others have 8 bits."""
+    """Whether the moments keep 32 bits although the optimizer stores other moments in 8 bits."""
 
 
 class Optimizer:
     """The learner's optimizer: AdamW with a learning-rate schedule, on master weights.
 
     Each rank updates its own shards of DTensors (FSDP2). `training.optimizer` chooses the device
-    and the bits of the moments. Its values other than the default were not tested on a GPU.
+    and the bits of the moments. Other values of this key than the default were not tested on a GPU.
     """
 
     def __init__(self, model: nn.Module, config: TrainingSection, ranks: Ranks) -> None:
@@ -165,7 +168,8 @@ class Optimizer:
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
         self.is_offloaded = config.optimizer == "adamw_offload"
-        """Whether masters and moments stay in host memory, apart from float32 weights too."""
+        """Whether master weights and moments are always in host memory. Float32 parameters then
+        have a separate master too."""
         self._weights = MasterWeights(
             (parameter for _, parameter in trained), CPU if self.is_offloaded else None
         )

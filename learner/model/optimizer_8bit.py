@@ -9,7 +9,10 @@ import torch
 from bitsandbytes.optim import AdamW8bit as BitsAndBytesAdamW8bit
 
 _MAPS = ("qmap1", "qmap2")
-"""The values of the 256 codes. They are the same for all tensors and created with the state."""
+"""Keys of the optimizer state that hold the values of the 256 codes.
+
+They are not saved, because they are the same for all tensors and created with the state.
+"""
 
 
 class AdamW8bit(BitsAndBytesAdamW8bit):

@@ -1,4 +1,4 @@
-"""A text model's packed rows: its logits without the rest of its forward, and a check at the start.
+"""Packed rows of text models: the logits of chosen positions only, and a check at a run's start.
 
 Any text model of transformers may be trained. Some do not separate the segments of a packed row
 (position embeddings of their own, layers with a state), or change logits after the head.
@@ -15,7 +15,7 @@ import torch
 from shared.errors import ConfigError
 
 _REMEDY = (
-    "try model.attention=eager or model.attention=sdpa; if it stays so, choose another model type,"
+    "try model.attention=eager or model.attention=sdpa; if both fail, choose another model type,"
     " such as llama or qwen3"
 )
 _LENGTHS = (7, 19, 12)
@@ -27,14 +27,17 @@ _LARGEST_FLOAT32 = 1e-3
 _MEAN_BFLOAT16 = 0.1
 
 Forward = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
-"""Calls a function that runs one forward (`Parallel.forward`); a collective if it is sharded."""
+"""Calls a function that runs one forward of the model (`Parallel.forward`).
+
+If the model is sharded, the call is a collective.
+"""
 
 
 def logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function from hidden states [N, D] to logits [N, V] of a model of transformers.
 
-    It is the model's head, with the scale or the cap that some families apply to logits. Other
-    families may have others: `check_packed_rows` compares with the whole forward.
+    It is the model's head, with the scale or the cap that some families apply to logits. Another
+    family may change logits in another way, which `check_packed_rows` detects.
     """
     config = model.config.get_text_config()
     divisor = getattr(config, "logits_scaling", None)  # Granite
@@ -58,17 +61,19 @@ def logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def check_packed_rows(model: Any, path: str, dtype: str, forward: Forward) -> float:
-    """Compare a packed row with its segments alone, through the model's whole forward.
+    """Compare a packed row's log-probabilities with those of its segments, computed one by one.
 
-    Return the largest difference of a log-probability, in nats. Weights do not change.
+    The segments run through the model's own forward, without packing. Return the largest difference
+    of a log-probability, in nats. Weights do not change.
 
     Args:
         model: a text model of transformers, as the run has loaded it.
-        path: its checkpoint, for the message.
-        dtype: type of the forward pass (`model.dtype`); weights in shards are float32 anyway.
+        path: the model's checkpoint, for the message.
+        dtype: number type of the forward pass (`model.dtype`). A sharded model computes in it too,
+            although its shards are float32.
 
     Raises:
-        ConfigError: the model is not suited for packed rows, or not for the run's attention.
+        ConfigError: the model cannot compute packed rows, or not with the run's `model.attention`.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(_SEED)
@@ -108,7 +113,7 @@ def check_packed_rows(model: Any, path: str, dtype: str, forward: Forward) -> fl
         token = int(difference_TV.amax(-1).nan_to_num(torch.inf).argmax())
         raise ConfigError(
             f"model.path: {path} is a {model.config.model_type} model, and a packed row of three"
-            f" segments does not compute what each segment alone does: at token {token} of"
+            f" segments gives other results than the segments one by one: at token {token} of"
             f" {sum(_LENGTHS)} a log-probability differs by {largest:.2g}; {_REMEDY}"
         )
     return largest

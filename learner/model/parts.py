@@ -53,10 +53,10 @@ def freeze_parts(model: nn.Module, config: PartsSection) -> None:
 def target_problem(
     named: Collection[str], layers: Mapping[ModelPart, Collection[str]], base_path: str
 ) -> str | None:
-    """Return a message if `model.adapter.target_modules` names wrong layers, or None.
+    """Return a message if `model.adapter.target_modules` names wrong layers; else None.
 
     Args:
-        named: the value of this key: names of layers to adapt.
+        named: the value of this key: names of the linear layers to adapt.
         layers: names of the linear layers of each part to adapt.
         base_path: path of the initial checkpoint, for the message.
     """

@@ -88,8 +88,8 @@ class LearnerDevice:
     def wait(self) -> None:
         """Wait until the device has finished all work that this thread has queued on it.
 
-        When `Optimizer.update` returns, the update is only queued. Another stream or process that
-        reads the weights then could see the previous step's weights.
+        When `Optimizer.update` returns, the update is only queued. Without this wait, another
+        stream or process could read the previous step's weights.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -218,10 +218,10 @@ class Ranks:
 
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:
-        """Add this rank's name to a LearnerError that the block raises, if there are several ranks.
+        """Name this rank in a LearnerError that the block raises, if there are several ranks.
 
-        The error of a collective with a lost or late rank becomes a CollectiveError with this
-        phase. Other errors do not change.
+        If a collective fails because another rank is lost or late, its error becomes a
+        CollectiveError with this phase. Other errors do not change.
         """
         if self.group is None:
             yield

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 FAILED = 2**62
-"""A failed rank sends it instead of its number of rows, so that other ranks do not wait."""
+"""A failed rank sends this instead of its number of rows, so that no other rank waits for it."""
 CHECKED_ELEMENTS = 4096
 """How many elements of each parameter are compared between ranks to find different weights."""
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,11 +73,11 @@ class Parallel:
         rows: Iterable[T],
         shows_images: Callable[[T], bool],  # noqa: ARG002 (used only by ShardedModel)
     ) -> Iterator[tuple[T | None, bool]]:
-        """Yield this rank's packed rows in order, then None for each row that only others have.
+        """Yield this rank's packed rows in order, then None for each further row of other ranks.
 
-        A sharded model needs a forward on all ranks. The second value says whether this rank must
-        run the vision tower only because another rank does. `shows_images` says whether a row has
-        images.
+        A sharded model needs a forward on all ranks. The second value of each pair says whether
+        this rank must run the vision tower although its row has no images, because another rank's
+        row has images. `shows_images` returns whether a row has images.
         """
         return ((row, False) for row in rows)
 
@@ -86,7 +86,7 @@ class Parallel:
         return flag
 
     def check(self) -> None:
-        """Raise LearnerError if this rank's weights differ from the other ranks'."""
+        """Raise LearnerError if the ranks hold different weights."""
         # A sample of each parameter is enough: a different update changes all of them.
         if self._ranks.world_size > 1:
             _require_same(self._ranks, self._model, _sampled_sum)
@@ -283,9 +283,9 @@ class Reference:
     """The initial policy of a run, with which `reference_kl` compares the learner's policy.
 
     With an adapter it is the learner's model without the adapter, which costs a forward but no
-    memory. Otherwise it is a second model, loaded from `model.path` and sharded like the first. A
-    resumed run has the same reference: it loads `model.path`, then loads the trained tensors of
-    its checkpoint only into the learner's model.
+    memory. Otherwise it is a second model, loaded from `model.path` and sharded like the learner's
+    model. A resumed run has the same reference, because it loads the trained tensors of its
+    checkpoint only into the learner's model.
     """
 
     learner: PreTrainedModel
@@ -293,10 +293,12 @@ class Reference:
     copy: PreTrainedModel | None
     """The second model, with the frozen initial weights; None with an adapter."""
     parallel: Parallel
-    """How the ranks run the model that computes: `copy`, or the learner's model."""
+    """How the ranks run the reference's model: `copy`, or the learner's model without adapter."""
 
     def forward(self, function: Callable[[PreTrainedModel, *Ts], T], *arguments: *Ts) -> T:
-        """Return `function(model, *arguments)`, with the initial policy's model, without gradient.
+        """Return `function(model, *arguments)`, where `model` computes the initial policy.
+
+        No gradient is computed.
 
         The function runs one forward. If the model is sharded, this is a collective.
         """

@@ -26,7 +26,8 @@ class TextSupervision(NamedTuple):
     weight: torch.Tensor
     """float32 [X]: the token's weight divided by the sum of token weights in its segment."""
     gate_weight: torch.Tensor
-    """float32 [X]: the weight in the `text_gate` term: 0 for closing brackets and EOS."""
+    """float32 [X]: the token's weight in the term `text_gate` of `coord_reg`. It is like `weight`,
+    but 0 for closing brackets and EOS, which the sum does not contain either."""
 
 
 class CoordSupervision(NamedTuple):
@@ -121,10 +122,11 @@ class LogitNeeds:
     learned: bool = False
     """Whether the log-probabilities of sampled tokens with an advantage are needed."""
     reference: bool = False
-    """Whether their log-probabilities under the run's initial weights are needed. The pipeline must
-    then contain a `reference_kl`."""
+    """Whether the log-probabilities of sampled tokens under the run's initial weights are needed.
+    The pipeline must then contain a `reference_kl`."""
     reference_top: int = 0
-    """How many of the reference's most probable tokens to compare at each sampled token."""
+    """Number of tokens to compare at the position of each sampled token: the most probable ones
+    under the run's initial weights."""
 
     def __or__(self, other: LogitNeeds) -> LogitNeeds:
         return LogitNeeds(
@@ -142,7 +144,8 @@ def _either(a: Any, b: Any) -> Any:
 class ReferenceValues:
     """Log-probabilities of a row's tokens under the run's initial weights (the reference).
 
-    Float32 and finite, without gradient, normalised like the engine's sampling.
+    They are float32 and finite, and have no gradient. As in the engine's sampling, logits are
+    divided by the temperature, and banned tokens have probability 0.
 
     Example: one token, of probability 1/2, and `reference_top` 2: `learned_logprobs_M` [log 1/2],
     `top_ids_MT` [[7, 3]], `top_logprobs_MJ` [[log 1/2, log 3/8, log 1/8]].
@@ -175,9 +178,11 @@ class RowValues:
     coord_mass_S: torch.Tensor | None
     """`p_coord` at each coordinate slot, at temperature 1."""
     compared_logprobs_K: torch.Tensor
-    """Log-probabilities of the tokens to compare with the engine, normalised as in its sampling."""
+    """Log-probabilities of the tokens to compare with the engine. As in the engine's sampling,
+    logits are divided by the temperature, and banned tokens have probability 0."""
     learned_logprobs_M: torch.Tensor | None = None
-    """Log-probabilities of the sampled tokens with an advantage, normalised in the same way."""
+    """Log-probabilities of the sampled tokens with an advantage, with the temperature and the
+    banned tokens of the engine's sampling."""
     reference: ReferenceValues | None = None
     """Log-probabilities of the same row under the run's initial weights."""
     top_logprobs_MJ: torch.Tensor | None = None
@@ -226,13 +231,13 @@ class Diagnostic(Protocol):
         """Return one column per metric of `names`.
 
         A column has a value per coordinate slot, or per token with an advantage. The step's metric
-        is the mean over all its rows. The call runs without gradient.
+        is the mean over the values of all rows of the step. The call runs without gradient.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelObjectives:
-    """The losses (objectives) and metrics (diagnostics) of packed rows of one channel."""
+    """The losses (objectives) and logged metrics (diagnostics) of one channel's packed rows."""
 
     objectives: tuple[Objective, ...]
     diagnostics: tuple[Diagnostic, ...]

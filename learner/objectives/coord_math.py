@@ -76,7 +76,7 @@ class PickedTokens(NamedTuple):
 
 
 class LogitReading(NamedTuple):
-    """The values that losses read from logits over the whole vocabulary. Float32, finite."""
+    """The values that losses read from logits over the whole vocabulary: float32 and finite."""
 
     token_logits_N: torch.Tensor
     """The logit of the token (of `token_ids_N`) at each position."""
@@ -200,7 +200,7 @@ def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tens
 
 
 def _others(logits_NV: torch.Tensor, picked: PickedTokens) -> torch.Tensor:
-    """Compute the logits of the tokens that are not picked, over the temperature: [M, V]."""
+    """Return the logits of the tokens that are not picked, divided by the temperature: [M, V]."""
     scaled_MV = _logits_under(logits_NV[picked.at_M], picked.normalizer)
     # Finite instead of -inf, because there may be no other tokens. Its probability is still 0.
     return scaled_MV.scatter_(1, picked.ids_MK, -2 * _LOGIT_LIMIT / picked.normalizer.divisor)
@@ -252,7 +252,7 @@ def mass_leak(
 def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
     """Return `-log(1 - p)`, with `p = exp(-leak)` the probability of coordinate tokens: [T].
 
-    `1 - p` is clamped to at least 1e-6. There the gate has no gradient (decision 37), and only
+    `1 - p` is clamped to at least 1e-6. A clamped gate has no gradient (decision 37), and only
     `token_ce` moves the token.
     """
     # Each form is exact on its side of log 2. The clamps keep the gradient of the unused form
@@ -281,8 +281,8 @@ def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) ->
     Args:
         bins_S: the target bins: integers or, from optimal transport, fractions.
         sigma: width in bins, above 0.
-        truncate: half-width in bins; None: no truncation. The nearest bin always stays, so a
-            fractional target works with 0.
+        truncate: half-width in bins; None: no truncation. The bin nearest to the target always
+            stays, so a `truncate` of 0 is possible with a fractional target.
 
     Returns:
         float32 [S, 1000].
@@ -321,9 +321,9 @@ def soft_cross_entropy(
 def wasserstein1(
     coord_logits_SC: torch.Tensor, targets_SC: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the Wasserstein-1 distance of predicted from target bins: [S], relative to the axis.
+    """Return the Wasserstein-1 distance of predicted from target bins: [S], as a share of the axis.
 
-    It is `sum_k |CDF_p(k) - CDF_q(k)| / 999`.
+    It is `sum_k |CDF_p(k) - CDF_q(k)| / 999`, with p the prediction and q the target.
     """
     p_SC = torch.softmax(_fenced(coord_logits_SC, temperature), dim=-1)
     return (p_SC - targets_SC).cumsum(-1).abs().sum(-1) / (NUM_BINS - 1)

@@ -54,7 +54,8 @@ def log_ratios(
 ) -> torch.Tensor:
     """Return `log(p_learner / p_engine)` of each sampled token: [M], without gradient.
 
-    With level `call` it is the sum over the token's model call, with `call_mean` the mean.
+    With level `call` it is the sum of the log-ratios of all tokens of the same model call, with
+    `call_mean` their mean.
 
     Example: two tokens of one call with the ratios 2 and 1/8. `call`: log(1/4) for both;
     `call_mean`: log(1/2).
@@ -165,7 +166,7 @@ class PolicyGradient:
 
 
 class PolicyDiag:
-    """Metrics of sampled tokens: how far the learner is from the engine's policy, and entropy."""
+    """Metrics of sampled tokens: how far the learner's policy is from the engine's, and entropy."""
 
     names: ClassVar[tuple[str, ...]] = (
         "policy/ratio",

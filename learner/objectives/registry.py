@@ -1,4 +1,4 @@
-"""The table of objectives (losses), and the function that builds those of a configured pipeline.
+"""The table of objectives (losses), and the function that builds the objectives of a pipeline.
 
 An objective is a class with the interface of `learner.objectives.base.Objective`. A class in your
 own module needs no change here (docs/how_to/change_the_algorithm.md). A class of this repository
@@ -48,7 +48,7 @@ It is called with `weight` and `config` of its pipeline entry.
 def build_objectives(
     pipeline: PipelineSection, channel: Channel, coord_ids_C: torch.Tensor
 ) -> ChannelObjectives:
-    """Build the objectives and diagnostics of `channel` that `pipeline` enables, in its order.
+    """Build the objectives and diagnostics that `pipeline` enables for `channel`, in its order.
 
     Args:
         coord_ids_C: int64, the token id of each coordinate bin.
@@ -93,7 +93,7 @@ def build_objectives(
 
 
 def _build(entry: ObjectiveEntry, path: str) -> Objective:
-    """Build one objective. Raises ConfigError if an imported one is invalid."""
+    """Build one objective. Raises ConfigError if a class from the user's module is invalid."""
     if not isinstance(entry, ImportedEntry):
         return OBJECTIVES[entry.name](entry.weight, entry.config)
     objective_class = _imported(entry.name, f"{path}.name")

@@ -40,9 +40,9 @@ class GroundTruthEntry(TypedDict):
     """A ground-truth object of the sample."""
 
     kind: _Kind
-    """Its geometry: bbox_2d, poly or point_2d."""
+    """The object's geometry: bbox_2d, poly or point_2d."""
     bins: _Bins
-    """Its coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
+    """The object's coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
     desc: Text
 
 
@@ -53,7 +53,7 @@ class RolloutEntry(TypedDict):
     actor: str
     seed: int
     attempt: int
-    """Number of the attempt to generate it: 0, or higher after an engine failed."""
+    """Number of the attempt that generated the answer: 0, or higher after an engine failed."""
     finish_reason: str
     """Why the answer ended: stop, length, repetition or aborted."""
     num_prompt_tokens: int
@@ -72,14 +72,14 @@ class ObjectEntry(TypedDict):
 
     key: Text
     kind: _Kind
-    """Its geometry: bbox_2d, poly or point_2d."""
+    """The object's geometry: bbox_2d, poly or point_2d."""
     desc: Text
     bins: _Bins
-    """Its coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
+    """The object's coordinates, 0..999: x1, y1, x2, y2 of a box, or x, y per vertex."""
     span: Sequence[int]
-    """[start, stop): the target tokens of its JSON value `{...}`."""
+    """[start, stop): the target tokens of the object's JSON value `{...}`."""
     coord_positions: Sequence[int]
-    """Positions of its coordinate tokens, one per entry of `bins`."""
+    """Positions of the object's coordinate tokens, one per entry of `bins`."""
 
 
 class DroppedEntry(TypedDict):
@@ -87,7 +87,7 @@ class DroppedEntry(TypedDict):
 
     key: Text
     reason: str
-    """Why it is not valid: a value of `DropReason`."""
+    """Why the entry is not a valid object: a value of `DropReason`."""
 
 
 class PairEntry(TypedDict):
@@ -98,27 +98,28 @@ class PairEntry(TypedDict):
     iou: float
     """The overlap of the two filled shapes (maskIoU), 0..1."""
     supervised: bool
-    """Whether its coordinates are trained. If they cannot be, its ground truth is appended."""
+    """Whether the prediction's coordinates are trained. Otherwise the ground truth is appended."""
 
 
 class ReadingEntry(TypedDict):
     """The model's answer as it was parsed and matched with the ground truth."""
 
     prefix_text: Text
-    """The kept part of the response: an open JSON object, or `{`. U+FFFD as in `rollout.text`."""
+    """The kept part of the response, to which objects can be appended; `{`, `[` or nothing if no
+    part could be kept. Bytes that are not UTF-8 appear as U+FFFD."""
     num_kept_bytes: int
     """Number of bytes of the response that are kept; 0 if `fallback` is true."""
     num_kept: int
     """Number of leading target tokens that were sampled."""
     num_prefix: int
-    """Number of leading target tokens without appended text. From `num_kept` on, they were encoded
-    again."""
+    """Number of target tokens before the appended text. The tokens from `num_kept` on were not
+    sampled: the end of the kept text was encoded again."""
     truncated: bool
-    """Whether the JSON of the answer was never closed: it ended before, or had no brackets."""
+    """Whether the JSON of the answer was not closed: the answer ended too early, or has no JSON."""
     fallback: bool
     """Whether no part of the response could be kept, so the prefix is a new opening bracket."""
     max_object_index: int | None
-    """The largest n of an `object_{n}` key in the prefix. Appended objects continue from it."""
+    """The largest n of an `object_{n}` key in the prefix. The first appended object has n + 1."""
     objects: Sequence[ObjectEntry]
     """The valid objects of the answer, in order of appearance."""
     dropped: Sequence[DroppedEntry]
@@ -135,10 +136,10 @@ class ReadingEntry(TypedDict):
     appended_text: Text
     trimmed: NotRequired[Sequence[int]]
     """The predicted objects that were cut off after the last supervised one
-    (`trim_trailing_false_positives`). Their positions count tokens of the response. This key and
-    the next are absent if nothing was cut off."""
+    (`trim_trailing_false_positives`). Their positions count tokens of the response. Absent if
+    nothing was cut off."""
     num_trimmed_dropped: NotRequired[int]
-    """How many of the `dropped` entries, counted from the last, were cut off too."""
+    """Number of entries at the end of `dropped` that were cut off too. Absent if `trimmed` is."""
 
 
 class LabelOverrideEntry(TypedDict):
@@ -162,14 +163,14 @@ class TargetEntry(TypedDict):
     coord_positions: Sequence[int]
     """[S], ascending: positions of the supervised coordinate tokens."""
     coord_targets: Sequence[float]
-    """[S], 0..999: the bin to learn at each of them."""
+    """[S], 0..999: the bin to learn at each of the `coord_positions`."""
     label_overrides: NotRequired[Sequence[LabelOverrideEntry]]
     """Tokens that are taught instead of the target's, by ascending position. Absent if empty (see
     `matched_desc_weight`)."""
 
 
 class AugmentationEntry(TypedDict):
-    """Changes to the sample's images and objects, in this order (`data.augment`)."""
+    """Changes to the sample's images and objects, in the order of the fields (`data.augment`)."""
 
     crop: Annotated[tuple[int, int, int, int], Field(strict=False)]
     """Left, top, width and height of the kept part, in the image's pixels."""
@@ -182,7 +183,8 @@ class AugmentationEntry(TypedDict):
     hue: float
     """Shift of the hue; 1 is the whole colour circle."""
     min_visible: float
-    """Objects were dropped if the crop kept a smaller share of their area than this, or nothing."""
+    """An object was dropped if the crop kept nothing of it, or a smaller share of its area than
+    this."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))

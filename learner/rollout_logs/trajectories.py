@@ -62,26 +62,27 @@ class ExampleEntry(TypedDict):
     token_advantages: Sequence[_AnyFloat] | None
     """[L]: each token's advantage, 0 if it is not learned. Null: every token has `advantage`."""
     weight_version: int | None
-    """Version of the weights that generated it, the oldest if there were several. Null if the
-    endpoint does not report it."""
+    """Version of the weights that generated the example, the oldest if there were several. Null if
+    the endpoint does not report it."""
     engine: Text | None
-    """The engine that generated it. Null if the endpoint does not report it, or if there were
-    several engines."""
+    """The engine that generated the example. Null if the endpoint does not report it, or if there
+    were several engines."""
     turns: Sequence[_Count]
     """Numbers of the rollout's model calls in this example, from 0, ascending."""
     images: Sequence[Text]
     """SHA-256 of the image files in the prompts, in the order of their placeholders."""
     turn_ends: NotRequired[Sequence[_Count]]
-    """For each of `turns` the end of its tokens, ascending to L. May be empty for a single call."""
+    """For each of `turns`: the position after the call's last token, ascending to L. May be empty
+    for a single call."""
     token_is_relative: NotRequired[Sequence[Annotated[int, Field(ge=0, le=1)]] | None]
     """[L]: 1 if the learner computes the advantage from `group_rewards`, 0 if the environment set
     it. Null: 1 everywhere if there are `group_rewards`, else 0."""
     group_rewards: NotRequired[Sequence[_AnyFloat]]
     """Rewards of the rollouts of the same dataset row that did not fail. Advantages may be divided
-    by their deviation. Empty if one was not scored."""
+    by the rewards' standard deviation. Empty if one of the rollouts was not scored."""
     teacher_logprobs: NotRequired[Sequence[_AnyFloat]]
-    """[L]: a teacher model's log-probabilities of learned tokens, 0 for others. Absent without a
-    teacher."""
+    """[L]: a teacher model's log-probabilities of learned tokens, 0 for other tokens. Absent
+    without a teacher."""
 
 
 @with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
@@ -143,7 +144,7 @@ class TrajectoryRecord(TypedDict):
     prompt: LoggedMessages | None
     """The prompt. Null if the rollout ended before it had one."""
     completion: LoggedMessages | None
-    """Everything after the prompt. Null as for `prompt`."""
+    """Everything after the prompt. Null if the rollout ended before it had a prompt."""
     examples: Sequence[ExampleEntry]
     """The training examples, in order. Empty for failed and for held-out rollouts."""
 
@@ -190,7 +191,8 @@ def logged_rollout(line: TrajectoryRecord, folder: Path) -> EnvironmentRollout:
 
     `folder` contains the log and its images.
 
-    The log does not contain Unix times, or the row ids that error messages name.
+    The log contains neither Unix times nor the ids of dataset rows. So `started_s` is 0, and
+    `example_id` is the row's number.
 
     Raises:
         ConfigError: an older version wrote the line, or an image is missing.

@@ -33,7 +33,7 @@ RecordT = TypeVar("RecordT")
 class StepLog:
     """The rollout log of one learner rank: writes one file per step, one line per rollout.
 
-    When `write` returns, the line has left this process.
+    When `write` returns, the operating system has the line, so a killed process does not lose it.
 
     Example:
         >>> log = StepLog(Path("rollouts"), rank=1)
@@ -44,7 +44,8 @@ class StepLog:
     def __init__(self, folder: Path, *, rank: int = 0, patience: Patience | None = None) -> None:
         """Open the log in `folder`, which is created if it is missing. Raises StorageError.
 
-        `patience` says how long a failed write is repeated; None: it raises immediately.
+        `patience` says how long a failed write is repeated; None: a failed write raises
+        immediately.
         """
         self._folder = folder
         self._patience = patience or Patience()

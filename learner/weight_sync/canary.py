@@ -24,8 +24,8 @@ from shared.weight_sync.phases import SyncPhase
 class Canary:
     """A prompt and the beginning of a response, with which every weight sync is verified.
 
-    Learner and engines compute its log-probabilities with the new weights, and these must agree.
-    Raises ConfigError if the noise file in `run_dir` is damaged.
+    Learner and engines compute the log-probabilities of the canary's tokens with the new weights,
+    and these must agree. Raises ConfigError if the noise file in `run_dir` is damaged.
     """
 
     loaded: LoadedModel
@@ -37,9 +37,10 @@ class Canary:
     """Permitted difference of a token's log-probability in float32, in nats; None in bfloat16: the
     limits follow from `noise`."""
     is_raised_by_noise: bool = False
-    """As in `CanaryProbe`."""
+    """Whether `noise` may raise `tolerance`. False if the user has set the tolerance."""
     proves_adapter: bool
-    """Whether engines receive only the adapter, so that the adapter's effect is compared too."""
+    """Whether engines receive only the adapter. Then the log-probabilities without the adapter are
+    compared too, to verify that engines apply it."""
     run_dir: InitVar[Path]
     noise: Differences | None = field(init=False, default=None)
     """How far log-probabilities of learner and engine differ by rounding; None until the first
@@ -52,7 +53,7 @@ class Canary:
             self.noise = Differences.load(run_dir)
 
     def question(self) -> CanaryProbe:
-        """Return what engines get to compute the canary, without expected log-probabilities.
+        """Return the canary as engines get it, without the learner's log-probabilities.
 
         Does not run a forward.
         """
@@ -71,11 +72,11 @@ class Canary:
     def probe(
         self, forward: Callable[[Callable[[], Logprobs]], Logprobs] = lambda score: score()
     ) -> CanaryProbe:
-        """Return what engines get to compute the canary, with the learner's log-probabilities.
+        """Return the canary as engines get it, with the learner's log-probabilities.
 
-        If only adapters are sent, it also contains those without the adapter. `forward` calls a
-        function that runs one forward (`Parallel.forward`). If the model is sharded, this is a
-        collective.
+        If weight syncs send only the adapter, it also contains the log-probabilities that the model
+        has without the adapter. `forward` calls a function that runs one forward
+        (`Parallel.forward`). If the model is sharded, this is a collective.
         """
         # Computed only the first time: the weights under an adapter never change.
         if self.proves_adapter and self._base_logprobs is None:

@@ -80,7 +80,7 @@ class WeightPublisher:
     ) -> WeightPublisher:
         """Create the publisher of a run. Every weight sync is tested with the segment `fixed`.
 
-        `images` are the images of its prompt.
+        `images` are the images of the segment's prompt.
         """
         offers_adapter = config.sync_mode == "adapter"
         canary = Canary(
@@ -102,7 +102,8 @@ class WeightPublisher:
     def offer(self, again: bool = False) -> WeightOffer | None:
         """Begin a weight sync: return, on rank 0, what engines need to receive the next version.
 
-        Other ranks return None. `again` offers the current version, whose weights have not changed.
+        Other ranks return None. If `again` is true, offer the current version once more; its
+        weights have not changed.
 
         Raises:
             ConfigError: a configured port is in use.
@@ -143,9 +144,9 @@ class WeightPublisher:
         return self.sender.send(offer)
 
     def fall_back_to_full(self) -> None:
-        """Send full weights, with the adapter merged, from the next weight sync on.
+        """From the next weight sync on, send full weights with the adapter merged into them.
 
-        The caller does this if engines could not use the adapter.
+        The caller does this after engines could not use an adapter that was sent.
         """
         assert self.offers_adapter, "full weights are already offered"
         self.offers_adapter = False
@@ -153,7 +154,8 @@ class WeightPublisher:
     def done(self, noise: Differences | None = None) -> None:
         """End a weight sync: record that the engines now serve the offered weights.
 
-        Later offers contain the rounding `noise` of the canary, if it is given.
+        `noise` is how far the canary's log-probabilities of learner and engines differ by rounding.
+        If it is given, later offers contain it.
         """
         with self.ranks.of_phase("sync_done"):
             self.ranks.barrier()

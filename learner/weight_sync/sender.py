@@ -93,7 +93,10 @@ class NcclSender:
 
 
 class _BroadcastToAll:
-    """Several communicators used as one, so each bucket is packed once. Not tested on a GPU."""
+    """Several communicators used as one, so that each bucket of weights is packed only once.
+
+    Not tested on a GPU.
+    """
 
     def __init__(self, communicators: list[PyNcclCommunicator]) -> None:
         self._communicators = communicators
@@ -142,8 +145,8 @@ class WeightSender:
         """Return what engines need to receive the weights: tensor names, ports and the canary.
 
         The weights must not change before the sync ends. `score` computes the log-probabilities
-        that `probe` lacks. With gloo or NCCL it runs during `send`, while the engines load,
-        otherwise here.
+        that `probe` lacks. With gloo or NCCL it runs during `send`, while the engines load the
+        weights. With other transports it runs in this method.
 
         Raises:
             ConfigError: a configured port is in use.
@@ -275,7 +278,10 @@ class WeightSender:
         return make(terms, listening)
 
     def _result(self, work: Future[T], phase: SyncPhase, began: float, limit: Timeout) -> T:
-        """Wait for a phase within its limit. `began` is its start, by `perf_counter`."""
+        """Wait at most `limit` for the `work` of a phase, and return its result.
+
+        `began` is the time at which the phase began (`time.perf_counter`).
+        """
         try:
             return work.result(timeout=_left_s(began, limit))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Model calls of an environment to the engine in another thread of its process.
+"""The queue of an environment's model calls to the engine, between two threads of one process.
 
     rollouts, on an event loop  -- generate -->  EngineCalls  -- take -->  the learner's thread
                                 <-------------- answer -----------------   with the engine
@@ -24,7 +24,7 @@ from shared.protocols import RolloutBackend
 from shared.rollouts import Rollout, RolloutRequest
 
 POLL_S = 0.02
-"""Longest wait for a model call before the engine's thread checks whether the run is ending."""
+"""Seconds to wait for a model call until the engine's thread checks whether the run is ending."""
 QUIET_S = 1.0
 """Seconds without a new model call after which the waiting calls are answered together."""
 
@@ -33,9 +33,9 @@ class ServingBackend(RolloutBackend, Protocol):
     """A backend in a learner rank's process that also answers an environment's model calls."""
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer model calls until the environment's round ends.
+        """Answer model calls until the environment's round (a set of rollouts) ends.
 
-        Raises RolloutError, and the host's exception if the run is ending.
+        Raises RolloutError. If the run is ending, the learner rank raises its own exception here.
 
         Args:
             begin: called once, when the backend is ready to answer calls.
@@ -45,8 +45,10 @@ class ServingBackend(RolloutBackend, Protocol):
 
 @dataclass(eq=False, slots=True)
 class Asker:
-    """Says whether an environment's rollout may still make a model call in this round.
+    """Counts the unanswered model calls of one rollout, to know whether it may make another call.
 
+    A rollout that is done, or that waits for an answer, is not expected to make another call: it is
+    not at work.
     Example: a rollout that awaits two calls at once has `num_waiting` 2, and is not at work.
     """
 
@@ -60,9 +62,9 @@ class Asker:
 
 
 ASKERS: ContextVar[list[Asker] | None] = ContextVar("askers", default=None)
-"""An environment adds each rollout that it begins to this list; None: none is added."""
+"""List to which an environment adds an `Asker` for each rollout that it begins; None: no list."""
 ASKER: ContextVar[Asker | None] = ContextVar("asker", default=None)
-"""The environment's rollout that the current task works for; None: it is not tracked."""
+"""The `Asker` of the rollout that the current task works for; None: no rollout is tracked."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,9 +85,11 @@ class Call:
 
 
 class EngineCalls:
-    """The queue of an environment's model calls to the engine in its process, round by round.
+    """The queue of an environment's model calls to the engine in the same process.
 
     An environment's thread calls `generate`, and the engine's thread takes and answers the calls.
+    Calls are accepted only during a round (rollouts that are requested together): between `open`
+    and `close`.
     """
 
     def __init__(self, name: str) -> None:
@@ -98,16 +102,19 @@ class EngineCalls:
         self.is_open = False
         """Whether a round is running, so that calls are answered."""
         self.askers: list[Asker] = []
-        """The rollouts of the round, tracked if its task has set `ASKERS` to this list."""
+        """One for each rollout of the round, if the round's task has set `ASKERS` to this list."""
 
     def open(self) -> None:
-        """Start a round: from now on, calls are accepted."""
+        """Begin a round of rollouts: from now on, model calls are accepted."""
         self.askers = []
         self.take()  # drop what an earlier round left
         self.is_open = True
 
     def close(self) -> None:
-        """End the round: new calls are refused. A second call has no effect."""
+        """End the round of rollouts: from now on, model calls are refused.
+
+        Closing a closed queue has no effect.
+        """
         self.is_open = False
 
     # Methods for the event loop
@@ -121,7 +128,7 @@ class EngineCalls:
         Raises the engine's RolloutError, or a RolloutError if no round is running.
         """
         if not self.is_open:
-            message = f"sample {request.sample_id} was requested outside of a round"
+            message = f"sample {request.sample_id} was requested outside of a round of rollouts"
             raise RolloutError(message, actor=self._name, phase="generate")
         asker = ASKER.get()
         call = Call(request, asyncio.get_running_loop().create_future(), asker)
@@ -159,8 +166,9 @@ class EngineCalls:
     def take_together(self, raise_if_stopping: Callable[[], None]) -> list[Call]:
         """Wait until no rollout of the environment can add a call, and return all queued calls.
 
-        Return an empty list if the round has ended. The calls are sorted by position, so a round
-        always has the same batches. The wait also ends after `QUIET_S` without a new call.
+        Return an empty list if the round has ended. The calls are sorted by `request.position`, so
+        that a round always has the same batches. The wait also ends after `QUIET_S` without a new
+        call.
         """
         calls: list[Call] = []
         changed_s = time.monotonic()
@@ -179,7 +187,7 @@ class EngineCalls:
         return []
 
     def answer(self, answers: Sequence[tuple[Call, Rollout | RolloutError]]) -> None:
-        """Return to each waiting call its rollout, or raise the given error in it."""
+        """Return to each waiting call its rollout, or raise the given error in the call."""
         # Counted here and not at delivery, because the next batch waits for the next calls of these
         # rollouts. All at once: when the first rollout calls again, the others are at work.
         self._waits_no_more([call for call, _ in answers])

@@ -1,4 +1,4 @@
-"""`vllm.mode: colocate`: a vLLM engine in the learner's process. They work alternately.
+"""`vllm.mode: colocate`: a vLLM engine in the learner's process; the two work alternately.
 
 This module imports neither torch nor vllm. Importing vllm takes ten seconds and changes the
 process, so it happens inside the engine's `EngineContext`.
@@ -45,9 +45,10 @@ def colocate_tensor_parallel(given: int | None, visible_devices: int) -> int:
 class ColocatedBackend:
     """Generates rollouts with a vLLM engine in the process and on the device of a learner rank.
 
-    The rank is the `host`. It is offloaded (`rollout_matching.offload`) while the engine loads,
-    generates, or receives an adapter. A weight sync of full weights reads the host's model, so it
-    stays on the device. The engine releases its memory after each call, as the host may learn then.
+    The learner rank is the `host`. Its model and optimizer are offloaded
+    (`rollout_matching.offload`) while the engine loads, generates, or receives an adapter. During a
+    weight sync of full weights the host's model stays on the device, because the engine reads it.
+    The engine releases its memory after each call, because the host may learn next.
     """
 
     def __init__(self, host: BackendHost, settings: EngineSettings, *, sleep: bool = True) -> None:
@@ -85,7 +86,7 @@ class ColocatedBackend:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate one rollout per request, in order. Raises RolloutError.
 
-        If the run is ending, the host raises an exception between two engine steps.
+        If the run is ending, the learner rank raises an exception between two engine steps.
         """
         if not requests:
             return []
@@ -94,9 +95,10 @@ class ColocatedBackend:
             return self._engine.generate(requests, started)
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer an environment's calls as they arrive, until the round ends or the host raises.
+        """Answer an environment's model calls as they arrive, until the round of rollouts ends.
 
-        `begin` is called once, when the engine is ready.
+        `begin` is called once, when the engine is ready. If the run is ending, the learner rank
+        raises an exception between two engine steps.
         """
         with self._awake():
             begin()
@@ -145,7 +147,7 @@ class ColocatedBackend:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Wake the engine for the block. Raises RolloutError if it serves no rollouts."""
+        """Wake the engine for the `with` block. Raises RolloutError if it cannot generate."""
         if shut := self._ended or self._engine.intake.unavailable_reason:
             why = f"the engine serves no rollouts: {shut}"
             raise RolloutError(why, actor=self._name, phase="generate")

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights"
 CACHE = "kv_cache"
-"""vLLM's names of the two parts of memory that a sleeping engine releases."""
+"""vLLM's names (`WEIGHTS`, `CACHE`) of the two parts of memory that a sleeping engine releases."""
 
 
 class UpdatedLLM:
@@ -79,7 +79,7 @@ class UpdatedLLM:
         """
         Args:
             devices: the engine's GPUs if the transport is `ipc`; empty for `inproc`.
-            wake: restores all memory of the engine. The canary needs it; loading does not.
+            wake: restores all memory of the engine, which the canary needs. Loading needs less.
         """
         self._llm = llm
         self._transport = transport
@@ -204,7 +204,9 @@ class ColocatedLLM:
         sleep: bool,
         raise_if_stopping: Callable[[], None],
     ) -> None:
-        """Load the checkpoint, for 5 to 20 s. Raises RolloutError if the repeat guard is missing.
+        """Load the checkpoint, which takes 5 to 20 s.
+
+        Raises RolloutError if the engine does not have the repeat guard of the settings.
 
         Args:
             sleep: whether `fall_asleep` releases memory, if the platform supports it.
@@ -229,7 +231,7 @@ class ColocatedLLM:
         adapter = AdapterLoader(self._updated, enabled=settings.enable_lora)
         self.intake = WeightReceiver(name, self._updated, None, score=self._score, adapter=adapter)
         self._sleeping: tuple[str, ...] = ()
-        """vLLM's tags of the memory that is released."""
+        """vLLM's tags of the memory that is released now."""
 
     def generate(self, requests: Sequence[RolloutRequest], started: StartTime) -> list[Rollout]:
         """Generate one rollout per request, in order, at most `max_num_seqs` at a time."""
@@ -292,9 +294,9 @@ class ColocatedLLM:
         gc.collect()
 
     def serve(self, calls: EngineCalls) -> None:
-        """Answer an environment's calls until its round ends.
+        """Answer an environment's model calls until the round of `calls` ends.
 
-        A new call is decoded together with the earlier ones.
+        A new call is decoded together with the calls that are still unanswered.
         """
         engine = self._llm.llm_engine
         under_way: dict[str, tuple[str, Call]] = {}
@@ -338,7 +340,7 @@ class ColocatedLLM:
     def _complete(
         self, requests: Sequence[RolloutRequest], version: int
     ) -> list[tuple[Completion, float]]:
-        """Return each answer with its end time."""
+        """Return the answer to each request, with its end time by `time.perf_counter`."""
         engine = self._llm.llm_engine
         queued: list[str] = []
         ended: list[tuple[RequestOutput, float]] = []
@@ -360,9 +362,9 @@ class ColocatedLLM:
         ]
 
     def _enqueue(self, request: RolloutRequest) -> str:
-        """Add a request to the next steps. Return vLLM's internal id of the request.
+        """Hand a request to vLLM for the next engine steps. Return vLLM's internal id of it.
 
-        Raises RolloutError if it is refused.
+        Raises RolloutError if vLLM refuses the request.
         """
         try:
             (inner_id,) = self._llm.enqueue(
@@ -376,7 +378,7 @@ class ColocatedLLM:
         return inner_id
 
     def _step(self) -> tuple[list[RequestOutput], float]:
-        """Run one engine step. Return the requests that it finished, and its end time."""
+        """Run one engine step. Return the requests that the step finished, and when it ended."""
         # Like `LLM.wait_for_completion`, which does not report when each request was finished.
         outputs = self._llm.llm_engine.step()
         end_s = time.perf_counter()
@@ -385,7 +387,7 @@ class ColocatedLLM:
     def _search_beams(
         self, requests: list[RolloutRequest], decode: DecodeSettings
     ) -> list[tuple[Completion, float]]:
-        """Return the best beam of each request. All have the same end time."""
+        """Return the best beam of each request, with the end time of the whole search."""
         # vLLM divides the sum over the response by a length that includes the prompt's tokens.
         params = BeamSearchParams(
             beam_width=decode.num_beams,

@@ -52,7 +52,10 @@ if TYPE_CHECKING:
     )
 
 NO_STOP_TOKEN = -1
-"""Stop token for a request without stop tokens, or transformers would use the checkpoint's."""
+"""Id that no token has. It is the only stop token of a request without stop tokens.
+
+Without any stop token, transformers would use the checkpoint's stop tokens.
+"""
 
 
 class StopCheck(LogitsProcessor):
@@ -82,7 +85,7 @@ class StopTexts(StoppingCriteria):
         """For each ended row of the batch, the number of tokens up to the end of the stop text."""
 
     def __call__(self, input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
-        """[B, L] -> bool [B]"""
+        """Return bool [B]: whether the answer in each row of `input_ids`, [B, L], has ended."""
         if self._stop:
             tokens_BT = input_ids[:, self._prompt_length :]
             for row, token_ids in enumerate(tokens_BT[:, -self._window :].tolist()):
@@ -117,7 +120,7 @@ class StopTexts(StoppingCriteria):
 
 
 class SeenTokens:
-    """The tokens in each prompt and its answer, because the repetition penalty applies to them."""
+    """The tokens of each prompt and its answer, to which the repetition penalty applies."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self._prompts = prompts
@@ -126,7 +129,7 @@ class SeenTokens:
     def mask(self, ids_BL: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Return bool [B, V]: whether each token of the vocabulary occurs in prompt or answer.
 
-        Padding does not count. Each prompt has one row of the batch per beam.
+        Padding does not count. In a beam search each prompt has one row of the batch per beam.
         """
         mask_BV = torch.zeros(len(ids_BL), vocabulary, dtype=torch.bool, device=ids_BL.device)
         rows_per_prompt = len(ids_BL) // len(self._prompts)
@@ -171,7 +174,8 @@ def processed_logits(
 def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
     """Draw a random token for each sequence, from its log-probabilities. Return int64 [B].
 
-    It is the first token whose cumulative probability exceeds the sequence's number in [0, 1).
+    `uniforms` has a number in [0, 1) for each sequence. The drawn token is the first one whose
+    cumulative probability exceeds this number.
 
     Example:
         probabilities 0.2, 0.5, 0.3 and `uniforms` 0.6 -> token 1
@@ -187,7 +191,7 @@ def draw(logprobs_BV: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
 
 
 class _LogprobProcessor(LogitsProcessor):
-    """Base class of the processors that need log-probabilities after a request's settings."""
+    """Base class of processors that apply decode settings and compute the log-probabilities."""
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
         self._decode = decode
@@ -202,9 +206,9 @@ class _LogprobProcessor(LogitsProcessor):
 class Chooser(_LogprobProcessor):
     """A logits processor that chooses each sequence's next token and keeps its log-probability.
 
-    It chooses greedily or by the request's seed, and leaves one possible token per sequence. So
-    results depend neither on other sequences nor on a global random state. It must be the last
-    processor of `generate`.
+    It chooses greedily, or randomly by a generator for each sequence with the request's seed. So
+    results depend neither on other sequences nor on a global random state. All other tokens get the
+    score minus infinity. It must be the last processor of `generate`.
     """
 
     def __init__(
@@ -215,7 +219,10 @@ class Chooser(_LogprobProcessor):
         self._generators = [random.Random(seed) for seed in seeds]
         self._chosen: list[torch.Tensor] = []
         self.times: list[float] = []
-        """Time of each token position's choice by `time.perf_counter`; on a GPU up to one early."""
+        """When the tokens of each position were chosen, by `time.perf_counter`.
+
+        On a GPU a time is up to one decoding step too early, because the device may still compute.
+        """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         logprobs_BV = self._logprobs(input_ids, scores)
@@ -229,7 +236,7 @@ class Chooser(_LogprobProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen_B[:, None], 0.0)
 
     def logprobs(self) -> list[list[float]]:
-        """Return [B][T]: log-probabilities of the chosen tokens, also of those after an answer."""
+        """Return [B][T]: log-probabilities of the chosen tokens, also after an answer's end."""
         return torch.stack(self._chosen, dim=1).tolist()
 
 
@@ -258,7 +265,7 @@ class BeamScores(_LogprobProcessor):
     def logprobs(self, beams: Sequence[int], token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token of a finished answer.
 
-        `beams` has for each token the row of the batch that the search added it to.
+        `beams` has for each token the row of the batch to which the beam search added the token.
         """
         values = []
         for (ids_BK, logprobs_BK), beam, token_id in zip(
@@ -273,8 +280,8 @@ class HFBackend:
     """Generates rollouts with the model of a learner rank (`host`) by transformers' `generate`.
 
     The model may be in training mode or have an adapter. A response depends only on its request and
-    seed. In fp32 the log-probabilities in a padded
-    batch differ from an unpadded prompt's by rounding of the sums (under 1e-5).
+    seed. In fp32, padding of a prompt in a batch changes the log-probabilities only by the rounding
+    of sums (under 1e-5).
     """
 
     def __init__(
@@ -300,8 +307,8 @@ class HFBackend:
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generate one rollout per request, in order.
 
-        Raises RolloutError if a request cannot be decoded. If the run is ending, the host raises an
-        exception between two tokens.
+        Raises RolloutError if a request cannot be decoded. If the run is ending, the learner rank
+        (`host`) raises an exception between two tokens.
         """
         if not requests:
             return []
@@ -313,9 +320,10 @@ class HFBackend:
         return rollouts
 
     def serve(self, calls: EngineCalls, begin: Callable[[], None]) -> None:
-        """Answer an environment's calls in batches until its round ends.
+        """Answer an environment's model calls in batches until the round of `calls` ends.
 
-        `EngineCalls.take_together` forms the batches. `begin` is called once, before the first.
+        `EngineCalls.take_together` decides which calls are decoded together. `begin` is called
+        once, before the first batch.
         """
         with self._evaluating():
             begin()
@@ -357,7 +365,7 @@ class HFBackend:
         return RolloutError(message, actor=self._name, phase="generate")
 
     def _batches(self, requests: Sequence[RolloutRequest]) -> Iterator[list[RolloutRequest]]:
-        """Yield batches of requests with the same settings. A prompt's beams stay together."""
+        """Yield batches of requests with equal decode settings. A prompt's beams stay together."""
         for decode, group in groupby(requests, key=lambda request: request.decode):
             alike = list(group)
             width = decode.num_beams if decode.mode is DecodeMode.BEAM else 1

@@ -114,7 +114,10 @@ def token_in(variable: str | None, key: str) -> str | None:
 
 
 class UnansweredError(Exception):
-    """A server gave no answer: no or a broken connection, or too late. The call may be retried."""
+    """A server gave no answer: no connection, a broken connection, or no answer in time.
+
+    The call may be retried.
+    """
 
 
 class LateError(UnansweredError):
@@ -122,7 +125,10 @@ class LateError(UnansweredError):
 
 
 class HttpStatusError(Exception):
-    """A server answered with an HTTP error. A 5xx may be retried; a 4xx would be the same again."""
+    """A server answered with an HTTP error.
+
+    After a status 5xx the call may be retried. After a 4xx the answer would be the same again.
+    """
 
     def __init__(self, answer: httpx.Response) -> None:
         self.status = answer.status_code
@@ -232,7 +238,7 @@ class ServerFacts:
     world_size: int
     """Number of rollout devices."""
     version: int
-    """Version of its weights; 0: the checkpoint's, or not reported."""
+    """Version of the server's weights; 0: the checkpoint's, or not reported."""
     process: str
     """Id of the server's process, which is the same at all its addresses; empty: unknown."""
     problems: tuple[str, ...]
@@ -240,7 +246,7 @@ class ServerFacts:
 
 
 class HttpEngine(WatchedEngine, ABC):
-    """The client of a rollout server, used like an engine. A subclass is for one kind of server."""
+    """The client of a rollout server, with an engine's methods. Each server kind has a subclass."""
 
     process = ""
     # Never true: this process continues if the server ends.
@@ -304,7 +310,7 @@ class HttpEngine(WatchedEngine, ABC):
 
     @abstractmethod
     async def _num_tokens(self) -> int | None:
-        """Request the number of tokens sampled so far; None: the server is idle, or no count."""
+        """Request the number of sampled tokens; None: the server is idle or does not count them."""
 
     @abstractmethod
     async def _was_started_again(self) -> bool:
@@ -417,7 +423,7 @@ class HttpEngine(WatchedEngine, ABC):
                 )
 
     def _parse(self, parse: Callable[[bytes], T], body: bytes, phase: str) -> T:
-        """Parse an answer. Raises RolloutError with `phase` if it has another form."""
+        """Parse an answer. Raises RolloutError with `phase` if `parse` raises ValueError."""
         try:
             return parse(body)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Isolation of a vLLM engine inside a learner's process: each gets its own process-wide state.
+"""Separate process-wide states for a learner and for the vLLM engine in its process.
 
 In-process vLLM seeds every random generator, opens a default process group, replaces
 `torch.set_num_threads` by a function without effect, reads environment variables at any time, and
@@ -61,8 +61,8 @@ def random_state_kept() -> Iterator[None]:
 class EngineContext:
     """The process-wide state of a vLLM engine in a learner's process.
 
-    Use the engine only inside `entered()`. There, only the engine may use the process. Not
-    reentrant. `environment` are variables for the engine and its child processes.
+    Use the engine only inside `entered()`, and do not use the learner there. `entered()` is not
+    reentrant. `environment` has environment variables for the engine and its child processes.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -117,7 +117,7 @@ class EngineContext:
 
 
 def _engine_map(name: str) -> property:
-    """Return a property for a map that the engine keeps separately."""
+    """Return a property with the engine's own map, in place of torch's map `name`."""
     return property(lambda world: world._maps.setdefault(name, {}))
 
 
@@ -162,7 +162,7 @@ class EngineWorld(c10d._World):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make these torch's process groups in the `with` block, in place of the learner's."""
+        """Let torch use the engine's process groups, not the learner's, in the `with` block."""
         host = c10d._world
         c10d._world = self
         _set_global_rank(self.default_pg)

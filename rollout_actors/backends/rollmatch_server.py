@@ -115,7 +115,7 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
 
 
 class ServerClient(HttpEngine):
-    """The client of one `rollmatch serve` server, which itself refuses unsuitable requests."""
+    """The client of one `rollmatch serve` server. The server refuses unsuitable requests itself."""
 
     version = 0
     """Version of the server's weights as this client knows it; 0: the checkpoint's."""

@@ -69,15 +69,15 @@ class StockInfo(BaseModel):
     """The settings of a `vllm serve` server that a run depends on, from its `/server_info`."""
 
     dtype: str = _setting("model_config", "dtype")
-    """For example `torch.float32`."""
+    """Number type of the model's weights, for example `torch.float32`."""
     max_model_len: int = _setting("model_config", "max_model_len")
     logprobs_mode: str = _setting("model_config", "logprobs_mode")
     multimodal: dict[str, object] | None = _setting("model_config", "multimodal_config")
-    """None: the model takes no images."""
+    """vLLM's settings for images and other media; None: the model takes no images."""
     max_images_per_prompt: int | None = _setting(
         "model_config", "multimodal_config", "limit_per_prompt", "image", "count", default=None
     )
-    """None: no limit of the images in a prompt."""
+    """Limit of images in one prompt; None: no limit."""
     max_num_seqs: int = _setting("scheduler_config", "max_num_seqs")
     data_parallel_size: int = _setting("parallel_config", "data_parallel_size")
     pipeline_parallel_size: int = _setting("parallel_config", "pipeline_parallel_size")
@@ -120,10 +120,11 @@ def _body(
 
 
 def _data_url(ref: ImageRef, sample_id: str, actor: str) -> str:
-    """Return a data URL: the file if the server decodes it to the learner's pixels, else a PNG.
+    """Return an image as a data URL: its file, or else a PNG of the pixels that the learner reads.
 
-    Like the learner and our own engines, the server rotates an image by its EXIF orientation. But
-    it does not rotate it if it cannot rewrite the EXIF block. So rotated files are sent as PNG.
+    The file is sent if the server surely decodes it to the same pixels. The server rotates an image
+    by its EXIF orientation, as the learner does, but only if it can rewrite the EXIF block.
+    Therefore images with an EXIF rotation are sent as PNG.
     """
     assert ref.data is not None, f"an image of {sample_id} was sent without its bytes"
     data = ref.data
@@ -151,7 +152,8 @@ def _plain_format(data: bytes) -> str | None:
 def read_probe(answer: Generated) -> tuple[list[int], list[float]]:
     """Return the canary prompt's token ids, and the log-probability of each except the first.
 
-    The token ids have expanded image placeholders. Raises ValueError if log-probabilities lack.
+    The token ids have expanded image placeholders. Raises ValueError if log-probabilities are
+    missing.
     """
     token_ids = answer.prompt_token_ids
     entries = answer.prompt_logprobs
@@ -171,8 +173,8 @@ def read_answer(
 ) -> Completion:
     """Convert a server's answer to a `Completion`.
 
-    Raises RolloutError about `actor` if it is incomplete, or was sampled by weights with another
-    label than `label`.
+    Raises RolloutError about `actor` if the answer is incomplete, or was sampled by weights with
+    another label than `label`.
     """
 
     def refuse(message: str) -> RolloutError:

@@ -62,7 +62,7 @@ UNVERIFIED = "rollmatch-unverified"
 FRESH = "default"
 """vLLM's own label of its weights. A server has it until a client sends weights or a label."""
 CHECKPOINT = (FRESH, "-0")
-"""Ends of labels of the checkpoint's weights: vLLM's own label, or version 0 of a run."""
+"""How labels of the checkpoint's weights end: with vLLM's own label, or with version 0 of a run."""
 WITH = "start the server with"
 NOT_FLAGS = frozenset({"model", "distributed_executor_backend", "disable_log_stats"})
 """Engine arguments that are not flags of `vllm serve` here. The model is the first argument, the
@@ -88,7 +88,7 @@ class ServerEngineSpec:
 
 
 def stock_command(settings: EngineSettings, base_url: str) -> str:
-    """Return the `vllm serve` command of a server with these settings, with its variables."""
+    """Return the `vllm serve` command for these settings, after its environment variables."""
     url = urlsplit(base_url)
     variables = stock_environment(settings)
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -122,10 +122,10 @@ def stock_arguments(settings: EngineSettings) -> list[str]:
 
 
 class StockRoutes:
-    """Calls the HTTP routes of `vllm serve` for weight syncs and for its state.
+    """Calls the HTTP routes of `vllm serve` that sync weights or report the server's state.
 
-    The server opens them if `VLLM_SERVER_DEV_MODE=1`; `--api-key` does not protect them. A failing
-    route raises RolloutError. `run` is part of the label of the weights that this run sends.
+    The server opens these routes if `VLLM_SERVER_DEV_MODE=1`; `--api-key` does not protect them. A
+    route that fails raises RolloutError. `run` is part of the label of weights that this run sends.
     """
 
     def __init__(self, http: HttpClient, run: str) -> None:
@@ -316,7 +316,10 @@ class StockClient(HttpEngine):
                 raise self._http.error(message, "start") from error
 
     async def _claim(self) -> None:
-        """Label the checkpoint's weights as this run's version 0. Do not serve other weights."""
+        """Label the checkpoint's weights as this run's version 0.
+
+        If the server has other weights, it gets no requests until this run's first weight sync.
+        """
         label = await self._routes.weight_label()
         if label == UNVERIFIED:
             # A run ended during an update, which may have left the model half updated.
@@ -333,7 +336,7 @@ class StockClient(HttpEngine):
         self._intake.unavailable_reason = ""
 
     async def _set_guard(self, phase: str, limit: Timeout) -> None:
-        """Set the run's repeat rule in the server's workers. Raises RolloutError."""
+        """Set the run's rule of the repeat guard in the server's workers. Raises RolloutError."""
         settings = self._expected.repeat_guard
         method, fields = guard_call(settings)
         try:
@@ -378,7 +381,7 @@ class StockClient(HttpEngine):
 def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int) -> Iterator[str]:
     """Yield a text for each setting of the server that is unsuitable for the run.
 
-    It ends with the argument of `vllm serve` that corrects the setting.
+    Each text ends with the argument of `vllm serve` that corrects the setting.
     """
     dtype = info.dtype.removeprefix("torch.")
     if dtype != expected.dtype:

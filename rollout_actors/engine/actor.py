@@ -44,7 +44,7 @@ class VllmEngineSpec:
     index: int
     """Number of the engine among the engines of the run, from 0."""
     place: str | None = None
-    """Id that the engine shares with the engine that replaces it after a failure; None: no id."""
+    """Id that an engine shares with its replacement after a failure; None: no id."""
 
     def __call__(self) -> WatchedEngine:
         # Imported here because the driver imports this module and should not pay for vllm.

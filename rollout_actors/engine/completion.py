@@ -31,7 +31,7 @@ class EngineInfo:
     version: int
     """Weight version that samples the rollouts."""
     rule: RepeatRule | None
-    """Says which repeating answers the engine ends; None: it ends none."""
+    """The rule by which the engine ends repeating answers; None: the engine ends none."""
     started: StartTime
 
 

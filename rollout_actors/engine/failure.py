@@ -1,8 +1,8 @@
 """The reason why an engine's process ended: written by that process, read by its parent.
 
-When one of its processes ends (EngineCore, or a worker for each of several devices), vLLM logs the
-exception only in that process's output. The other process raises an error that only says to look
-there. This module does not import vllm.
+When one of an engine's processes ends (EngineCore, or a worker for each of several devices), vLLM
+logs the exception only in the output of that process. Errors in the engine's other processes only
+refer to that output. This module does not import vllm.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class EngineFailures:
         )
 
     def of_end(self, exit_codes: Mapping[str, int | None]) -> tuple[str, str]:
-        """Return the reason why an engine's process has ended, and its traceback or "".
+        """Return the reason why an engine's process ended, and the error's traceback or "".
 
         `exit_codes` maps process names to exit codes; None: the process has not ended yet.
         """

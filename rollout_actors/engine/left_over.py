@@ -1,8 +1,8 @@
-"""The process ids of an engine in a file. The engine that replaces it reads them, and kills them.
+"""A file with the process ids of an engine. The engine's replacement kills these processes.
 
 A vLLM process ends with its parent (`rollout_actors.engine.vllm_plugin`), unless it is stopped or
-so stuck that none of its threads runs. Such a process keeps its device's memory, and the
-replacement could not start there.
+so stuck that none of its threads runs. Such a process keeps its device's memory, so the
+replacement could not start on the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EngineProcesses:
     """The recorded processes of an engine, which the engine that replaces it can kill."""
 
     def __init__(self, place: str) -> None:
-        """`place` is an id that both engines share, unique among all runs."""
+        """`place` is an id that an engine and its replacement share, unique among all runs."""
         self._file = Path(tempfile.gettempdir()) / f"rollmatch-engine-{place}.processes"
         self.environment = {FILE: str(self._file)}
 

@@ -103,7 +103,10 @@ def is_text_model(model_path: str) -> bool:
 
 
 def is_trained(model_path: str) -> bool:
-    """Return whether a run may train a checkpoint: text or a known family, and not quantized."""
+    """Return whether a run may train a checkpoint.
+
+    The weights must not be quantized. The model must read only text, or be of a known family.
+    """
     config = _model_config(model_path)
     is_known = config["model_type"] in VISION_MODEL_TYPES or reads_only_text(config)
     return is_known and "quantization_config" not in config

@@ -50,7 +50,7 @@ class VllmEngine:
     """The engine of a rollout actor: vLLM's `AsyncLLM`. It samples only with verified weights."""
 
     process = ""
-    """Id of the server behind the engine: empty, because there is no server."""
+    """Id of the server that the engine uses: empty, because there is no server."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class VllmEngine:
         self._llm = self.intake = None
 
     async def _all(self, works: Sequence[Coroutine[object, None, T]]) -> list[T]:
-        """Return every result, or raise the first error.
+        """Run the coroutines concurrently. Return their results in order, or raise the first error.
 
         Raises EngineEndedError if vLLM's process has ended.
         """
@@ -279,7 +279,10 @@ class VllmEngine:
             await asyncio.wait(tasks, timeout=WATCH_S)
 
     def _end(self) -> tuple[str, str]:
-        """Return why the engine's process ended, and its traceback. vLLM does not report either."""
+        """Return why the engine's process ended, and the traceback of the error that ended it.
+
+        vLLM itself reports neither.
+        """
         # Computed once: several calls may find the dead engine, and the error file is removed.
         if self._ended is None:
             manager = self.llm.engine_core.resources.engine_manager

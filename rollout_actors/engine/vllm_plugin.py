@@ -62,9 +62,10 @@ _python_unfreeze = gc.unfreeze
 
 
 def _unfreeze() -> None:
-    """Replace `gc.unfreeze`, which vLLM calls before its last garbage collection.
+    """Do nothing in place of `gc.unfreeze`, unless each device of the engine has its own process.
 
-    In a fork of the warm server it would copy every memory page with an object on it.
+    vLLM calls `gc.unfreeze` before its last garbage collection. In a fork of the warm server,
+    unfreezing would copy every memory page with an object on it.
     """
     if SEVERAL_DEVICES in sys.modules:
         _python_unfreeze()

@@ -41,8 +41,8 @@ Work = Coroutine[object, None, T]
 # Errors and cancellations
 
 FAILURES = (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt)
-"""Errors that may be the failure of one rollout. If one ends more than the rollout,
-`reraise_cancellation` raises it again."""
+"""Errors that may be the failure of one rollout. An error that ends more than one rollout is raised
+again by `reraise_cancellation`."""
 
 
 _ENVIRONMENTS = f"{Path(__file__).parent}/"
@@ -54,8 +54,9 @@ _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purel
 def describe_error(error: BaseException) -> str:
     """Return the text about an error for `state["error"]`: `KeyError: 'nope' (my_env.py:12)`.
 
-    The line is the last one in the environment's own code; an error of a client has no line. An
-    error raised while another one was handled names that one too. Secrets are masked.
+    The file and line are the last ones in the environment's own code; an error in a client has
+    none. If the error was raised while another error was handled, the text also describes the
+    other error. Secrets are masked.
     """
     text = f"{type(error).__name__}: {error}".rstrip()
     if isinstance(error, SystemExit):
@@ -92,17 +93,17 @@ def is_cancelled() -> bool:
 def is_process_exit(error: BaseException) -> bool:
     """Return whether an error ends the process, and is not an environment's `exit()`.
 
-    Signal handlers run only on the main thread. There an exit or KeyboardInterrupt may come from
-    them, so it ends the process.
+    Signal handlers run only on the main thread. On this thread an exit or KeyboardInterrupt may
+    come from a signal handler, so it ends the process.
     """
     on_main_thread = threading.current_thread() is threading.main_thread()
     return isinstance(error, SystemExit | KeyboardInterrupt) and on_main_thread
 
 
 def reraise_cancellation(error: BaseException) -> None:
-    """Raise the error again if it is not one rollout's failure.
+    """Raise the error again if it ends more than one rollout: the current task or the process.
 
-    That is so if the current task is being cancelled, or if the process ends.
+    If the task is being cancelled, other errors are replaced by CancelledError.
     """
     if is_process_exit(error):
         raise error
@@ -250,7 +251,7 @@ LIMITS: ContextVar[tuple[PausableTimeout, ...]] = ContextVar("limits", default=(
 
 @contextmanager
 def _counted(*, waiting: int = 0, running: int = 0) -> Iterator[None]:
-    """Count a thread call in all time limits around it."""
+    """Count a function that waits for a thread or runs in one, in all time limits of the task."""
     limits = LIMITS.get()
     for limit in limits:
         limit.count(waiting=waiting, running=running)
@@ -454,13 +455,14 @@ _SLOT: ContextVar[ScoringSlot | None] = ContextVar("scoring_slot", default=None)
 class ScoringSlot(Stopwatch):
     """Limits how many rollouts are scored at a time, and measures the scoring time.
 
-    `async with` it around the scoring of one rollout, or of all rollouts of a dataset row. Inside,
-    it holds one of the places. While it calls functions for several rollouts, each call takes a
-    place and the slot releases its own. Waits for a place or a thread are not measured.
+    Use it in an `async with` block around the scoring of one rollout, or of all rollouts of a
+    dataset row. In the block the slot holds one of the `places`. While it calls functions for
+    several rollouts (`gather`), each call takes a place and the slot releases the place that it
+    holds. Waits for a place or a thread are not measured.
     """
 
     def __init__(self, places: asyncio.Semaphore | None) -> None:
-        """`places`: as many as rollouts may be scored at a time; None: no limit."""
+        """`places`: one for each rollout that may be scored at the same time; None: no limit."""
         super().__init__()
         self._places: AbstractAsyncContextManager[object] = (
             nullcontext() if places is None else places
@@ -549,9 +551,10 @@ def _in_slot(
 
 
 def unwrap_partial(function: Callable[..., object]) -> Callable[..., object]:
-    """Return a `functools.partial` without attributes such as `__wrapped__`; others unchanged.
+    """Return a copy of a `functools.partial` without attributes such as `__wrapped__`.
 
-    `update_wrapper` sets these attributes, and they hide the bound arguments.
+    `update_wrapper` sets these attributes, and they hide the bound arguments. Any other function is
+    returned unchanged.
     """
     if not isinstance(function, partial):
         return function
@@ -559,7 +562,11 @@ def unwrap_partial(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return the name of a function or a partial's function, or of another object's class."""
+    """Return a function's name.
+
+    A partial without its own name has the name of the function that it wraps. Any other object
+    without a name has the name of its class.
+    """
     name: str | None = getattr(function, "__name__", None)
     if name is None:
         return name_of(function.func) if isinstance(function, partial) else type(function).__name__

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
-"""Names of the files that `GenerateOutputs.save` writes into its folder."""
+"""Names of the files (`RESULTS`, `METADATA`) that `GenerateOutputs.save` writes."""
 COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_id", "reward")
 
 # Rows to inputs
@@ -65,7 +65,8 @@ class PromptFormat:
     def prompt(self, row: Fields) -> Messages:
         """Return the prompt of a dataset row: its `prompt` or `question`.
 
-        The system prompt and the few-shot messages come first, unless it has a system message.
+        The system prompt and the few-shot messages are put before the row's messages, unless the
+        row begins with a system message.
         """
         prompt = row["question"] if row.get("prompt") is None else row["prompt"]
         if self.message_type == "completion":
@@ -85,7 +86,7 @@ class PromptFormat:
         return concat_messages([system, [dict(message) for message in self.few_shot], messages])
 
     def input(self, row: Fields, index: int) -> RolloutInput:
-        """Make the input of a rollout from a dataset row; `index` is the id of a row without one.
+        """Make the input of a rollout from a dataset row; `index` is the id of a row without an id.
 
         The row's values are copied, so that a rollout cannot change the caller's data. `info` is
         unchanged, except for nulls that a table filled into `oai_tools` (see `cleanup_tools`).
@@ -241,7 +242,8 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
 
     Raises:
         ValueError: two inputs of a task have the same `example_id` and different prompts, answers
-            or infos, and at least one has it from its `id` or its row number.
+            or infos, and at least one of them has no `example_id` column of its own: its `id` or
+            its row number is used.
     """
     taken: dict[str, int] = {}
     digests: dict[int, str] = {}
@@ -381,7 +383,8 @@ def check_state_columns(state_columns: Sequence[str] | None) -> list[str]:
 def field_of(state: Fields, path: str) -> object:
     """Return a field of a rollout's state, or of a mapping in it: `timing.total_ms`.
 
-    A key that contains the dot takes precedence. Raises KeyError that lists the existing keys.
+    A single key that contains the dots takes precedence. Raises KeyError that lists the existing
+    keys.
     """
     value: object = state
     keys = path.split(".")

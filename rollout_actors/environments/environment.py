@@ -326,7 +326,7 @@ class Environment(ABC):
     async def is_completed(self, state: State, **kwargs: object) -> bool:  # noqa: ARG002
         """Return whether one of the `@stop` methods ends the rollout, and record which.
 
-        Overrides should call this too.
+        An override should also call this method of the base class.
         """
         # The first condition that holds ends the rollout; the others are not evaluated.
         for condition in self._stop_conditions:

@@ -305,7 +305,7 @@ class _Batch:
                 await score_unit(self._rubric(unit[0]), states, self._scoring)
 
     async def _finish(self, indices: Sequence[int]) -> None:
-        """Report rollouts as done."""
+        """Complete the reward and the total time of rollouts, and report that they are done."""
         for index in indices:
             state = self._state(index)
             timing = state["timing"]

@@ -20,9 +20,10 @@ from shared.dataset import even_order
 class EnvGroup(Environment):
     """Combines several environments into one, whose dataset has the rows of all of them.
 
-    A row's `task` names its environment, and its `example_id` is its index among all rows. An `id`
-    is kept. Example: groups of 2 and 3 rows have the example ids 0 to 4. The first n rows, as
-    `get_eval_dataset(n)` and held-out reports take them, contain each environment in proportion.
+    A row's `task` names its environment, and its `example_id` is its index among all rows. A row's
+    own `id` is kept. Example: two environments with 2 and 3 rows have the example ids 0 to 4. The
+    first n rows, as `get_eval_dataset(n)` and held-out reports take them, contain each environment
+    in proportion to its number of rows.
     """
 
     def __init__(
@@ -39,16 +40,17 @@ class EnvGroup(Environment):
         Args:
             envs: environments of one `message_type`. They keep their prompts, rubrics, sampling
                 arguments and limits, and are closed with the group.
-            env_names: the tasks of their rows; None: their `env_id`, or else `env_0`, `env_1`, ...
+            env_names: one for each environment, the `task` of its rows; None: the environment's
+                `env_id`, or else `env_0`, `env_1`, ...
             weights: numbers of examples. Of every sum(weights) consecutive training examples,
                 exactly so many are from each environment; None: rows are drawn without weights.
             sampling_args: take precedence over the environments' own arguments.
 
         Raises:
-            TypeError: one is not an Environment of this package, or a subclass has `@stop` or
-                `@cleanup`.
-            ValueError: the list is empty or contains a group, or names, weights or message types
-                do not fit.
+            TypeError: an item of `envs` is not an Environment of this package, or a subclass of
+                EnvGroup has methods marked with `@stop` or `@cleanup`.
+            ValueError: the list is empty or contains a group, names or weights are invalid, or the
+                environments have different message types.
         """
         if foreign := [full_name(env) for env in envs if not isinstance(env, Environment)]:
             raise TypeError(
@@ -201,7 +203,7 @@ class _RoutedFormat(PromptFormat):
 
 @dataclass(frozen=True, slots=True)
 class _Finished(PromptFormat):
-    """A prompt format for rows that are inputs already."""
+    """A prompt format for rows that are rollout inputs already."""
 
     def input(self, row: Fields, index: int) -> RolloutInput:
         # Two environments may use the same ids for different rows.

@@ -75,17 +75,17 @@ class _Mark:
 stop = _Mark(Event.STOP)
 """Marks a method `(self, state) -> bool` of an environment that returns whether a rollout is over.
 
-Its name becomes the state's `stop_condition`.
+The method's name becomes the state's `stop_condition`.
 """
 cleanup = _Mark(Event.CLEANUP)
 """Marks a method `(self, state)` of an environment that releases the resources of a rollout.
 
-It is called once per rollout, also after an exception or a cancellation.
+The method is called once per rollout, also after an exception or a cancellation.
 """
 teardown = _Mark(Event.TEARDOWN)
 """Marks a method `(self)` of an environment that releases the environment's resources.
 
-It is called once, by `aclose` or at the end of the process.
+The method is called once, by `aclose` or at the end of the process.
 """
 
 

@@ -81,7 +81,7 @@ PLURALS = {
     "inputs": "input",
     "trajectories": "trajectory",
 }
-"""Maps parameters of a reward function for several rollouts to the field that they list."""
+"""Maps each plural parameter of a reward function to the state's field that it lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Failed:
 
     @classmethod
     def from_error(cls, error: BaseException) -> Failed:
-        """Describe the function's error. Raise cancellations and process exits again."""
+        """Make the result from an error. Raise cancellations and process exits again."""
         reraise_cancellation(error)
         return cls(describe_error(error))
 
@@ -242,7 +242,7 @@ def remedy_for(value: object) -> str:
 
 
 def note_failed_rubric(states: Iterable[State], error: BaseException) -> None:
-    """Mark rollouts as failed because the rubric raised, and discard its earlier results."""
+    """Mark rollouts as failed because the rubric raised, and discard the rubric's results."""
     for state in states:
         state["error"] = describe_error(error)
         state["metrics"] = {}
@@ -354,8 +354,8 @@ def relative_steps(state: State) -> list[int]:
 def give_to_steps(state: State) -> None:
     """Copy a rollout's reward and advantage to those of its model calls that have none.
 
-    A rubric or an environment may have set values of single model calls; they are kept. It may be
-    called again when the rollout's values have changed.
+    Values that a rubric or an environment has set for single model calls are kept. If the rollout's
+    values change later, call this function again: it replaces the earlier copies.
     """
     # Not `setdefault`, which calls four methods of the state (test_turn_cost.py).
     inheriting = state.get("_inheriting")
@@ -387,7 +387,7 @@ def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None
 def group_indices(keys: Iterable[object]) -> list[list[int]]:
     """Return the indices of equal keys together: `["a", "b", "a"]` gives `[[0, 2], [1]]`.
 
-    Used to find the rollouts of one dataset row; its key is its task and its id.
+    Rollouts are grouped by dataset row in this way. A rollout's key is the task and id of the row.
     """
     groups: dict[str, list[int]] = {}
     for index, key in enumerate(keys):

@@ -56,7 +56,7 @@ def lent_parser(parser: Parser) -> Iterator[None]:
 
 
 def _overrides(rubric: Rubric, name: str, base: type[Rubric]) -> bool:
-    """Return whether a subclass overrides the base's method."""
+    """Return whether the rubric's class overrides the method `name` of `base`."""
     return getattr(type(rubric), name) is not getattr(base, name)
 
 
@@ -308,7 +308,7 @@ class _Sum:
     fatal: str | None = None
     """Error of a function with a weight other than 0."""
     has_failed: bool = False
-    """A rubric raised midway, so its values do not count."""
+    """Whether the rollout failed in a rubric, whose values then do not count."""
 
     def add(self, state: State) -> None:
         errors = state.get("reward_errors", {})

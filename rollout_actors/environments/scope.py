@@ -37,12 +37,12 @@ class RolloutScope:
     """The environment that plays the rollout; None during scoring."""
     input: Fields
     outermost: Fields
-    """Input of the rollout inside which this one was started. Seeds derive from its `position`."""
+    """Input of the outermost rollout, which contains this one. Seeds derive from its `position`."""
     path: str = ""
     state: State | None = None
     """The last state that the environment returned. A failing rollout keeps it."""
     clients: list[tuple[Client, EndpointClient]] = field(default_factory=list)
-    """Clients with a separate conversation for each rollout, each with this rollout's."""
+    """Clients that have a conversation for each rollout, each with this rollout's conversation."""
     num_children: int = 0
     is_closed: bool = False
 
@@ -103,9 +103,9 @@ def enter_scope(scope: RolloutScope) -> None:
 def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
     """Wrap `Environment.rollout`: create a `RolloutScope` for it, and clean up at its end.
 
-    If the current scope is of this environment and has no state yet, the rollout uses it: it was
-    made by `generate`, or by an override that calls `super().rollout`. Any other rollout inside a
-    scope becomes its child.
+    If the current scope is of this environment and has no state yet, the rollout uses that scope.
+    `generate`, or an override that calls `super().rollout`, has made it for this rollout. Any other
+    rollout that begins inside a scope gets a child scope.
     """
 
     @wraps(rollout)

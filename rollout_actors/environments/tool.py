@@ -38,8 +38,8 @@ class ToolEnv(MultiTurnEnv):
             tools: functions whose parameters have type hints, plain or asynchronous; the model
                 reads their docstrings. Plain ones run in threads, at most min(32, cores + 4) at a
                 time together with plain reward functions, so functions that wait for a network
-                should be asynchronous. A `functools.partial` has the name and docstring of the
-                function in it, unless it has its own, and bound arguments are hidden.
+                should be asynchronous. A `functools.partial` without its own name or docstring
+                has those of the function that it wraps; bound arguments are hidden.
             max_turns: maximum number of model calls in a rollout; -1: no limit.
             error_formatter: makes the answer to a tool call that fails: the tool is unknown, its
                 arguments are wrong, or it raises. An empty answer becomes the error's class name.
@@ -166,7 +166,8 @@ class StatefulToolEnv(ToolEnv):
     """A tool environment that sets some parameters of its tools itself, hidden from the model.
 
     A subclass overrides `update_tool_args` to add these arguments, for example from the rollout's
-    state. It may add others that the model left out. An error in it fails the rollout.
+    state. The override may also add arguments that the model left out. An error in it fails the
+    rollout.
     """
 
     _fills_in = True

@@ -52,9 +52,9 @@ class RolloutInput(BaseRolloutInput, total=False):
     answer: str
     info: Info
     position: int
-    """Index of the rollout in its training step. The seeds of its model calls derive from it.
+    """Index of the rollout in its training step, from which the seeds of its model calls derive.
 
-    `Environment.generate` sets it to the index of the input if it is missing.
+    If it is missing, `Environment.generate` uses the index of the input among its inputs.
     """
 
 
@@ -87,10 +87,10 @@ class TrajectoryStep(TypedDict):
     # Of any type, because an environment that writes its own steps may store anything here.
     response: Any
     tokens: TrajectoryStepTokens | None
-    """The tokens of this call; None if the engine did not return them, so it cannot be trained."""
+    """The tokens of this call; None if the engine did not return them: the call is not trained."""
     reward: float | None
-    """Reward of this call if a rubric or an environment set one, else the rollout's; None until it
-    is scored."""
+    """Reward of this call if a rubric or an environment set one, else the rollout's reward; None
+    until the rollout is scored."""
     advantage: float | None
     extras: JsonObject
 
@@ -167,12 +167,12 @@ class State(dict[str, Any]):
         return f"State({dict(self)!r})"
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Write several keys. A value of the key `input` is copied, so it never changes itself."""
+        """Write several keys. A given `input` is copied, so that later writes do not change it."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = dict(value) if key == "input" and isinstance(value, dict) else value
 
     def copy(self) -> State:
-        """Return a copy of the state and its input. Writing to it does not change this state."""
+        """Return a copy of the state and its input. Writes to the copy do not change this state."""
         items = dict(dict.items(self))
         if "input" in items:
             items["input"] = dict(items["input"])
@@ -212,7 +212,7 @@ class State(dict[str, Any]):
         return _state, (type(self), dict(dict.items(self)))
 
     def _input_with(self, key: object) -> JsonObject | None:
-        """Return the input if it has this field."""
+        """Return the input if it has this field; None if it does not, or if there is no input."""
         if key not in self.INPUT_FIELDS or not dict.__contains__(self, "input"):
             return None
         held: JsonObject = dict.__getitem__(self, "input")

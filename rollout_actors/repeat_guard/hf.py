@@ -18,7 +18,7 @@ class HFRepeatGuard(LogitsProcessor):
     """
 
     def __init__(self, rule: RepeatRule, *, prompt_length: int, stop_token_id: int) -> None:
-        """`rule`: which answers are ended; `prompt_length`: number of tokens of padded prompts."""
+        """`rule`: which answers are ended; `prompt_length`: number of tokens of a padded prompt."""
         self._rule = rule
         self._prompt_length = prompt_length
         self._stop_token_id = stop_token_id
@@ -26,7 +26,10 @@ class HFRepeatGuard(LogitsProcessor):
         self._guards: list[RepeatGuard] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[B, L], [B, V] -> [B, V]; a new tensor if a row is ended."""
+        """Return `scores`, [B, V], with the stop token forced in rows whose answers repeat.
+
+        `input_ids` are the tokens so far, [B, L]. A changed result is a new tensor.
+        """
         over = self._read(input_ids[:, self._prompt_length :])
         if not any(over):
             return scores

@@ -25,7 +25,7 @@ class ActiveGuard(TypedDict):
     is_loaded: bool
     """Whether the worker has loaded the repeat guard."""
     settings: dict[str, object] | None
-    """Fields of its `RepeatGuardSettings`; None: it ends no answers."""
+    """Fields of the guard's `RepeatGuardSettings`; None: the guard ends no answers."""
 
 
 def repeat_rule(
@@ -48,7 +48,7 @@ def repeat_rule(
 def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> RepeatRule | None:
     """Build the rule that says which repeating answers an engine of this checkpoint ends.
 
-    None if `settings` is None.
+    Return None if `settings` is None, so that no answer is ended.
     """
 
     def load_tokenizer() -> PreTrainedTokenizerBase:
@@ -64,7 +64,7 @@ def engine_rule(settings: RepeatGuardSettings | None, model_path: str) -> Repeat
 def guard_call(settings: RepeatGuardSettings | None) -> tuple[str, dict[str, object] | None]:
     """Return name and argument of the call that sets the repeat guard's rule in vLLM's workers.
 
-    It is a method of `GuardedWorker`.
+    The called method is one of `GuardedWorker`.
     """
     return "guard_by", None if settings is None else asdict(settings)
 

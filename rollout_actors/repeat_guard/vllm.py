@@ -4,9 +4,10 @@ The engine argument `logits_processors=[GUARD_PROCESSOR]` loads it (`vllm serve
 --logits-processors`); requests do not select it. It is inactive until `GuardedWorker.guard_by` has
 set a run's rule, so one server can serve runs with different rules.
 
-To end a sequence, the guard sets one logit higher than all others: the logit of its first stop
-token, or of the tokenizer's if the request has none. A request that ignores the latter too is not
-guarded, because nothing would end it. Other sequences' logits are unchanged.
+To end a sequence, the guard sets one logit higher than all others: the logit of the request's first
+stop token, or of the tokenizer's stop token if the request has none. A request that has no stop
+token and ignores the tokenizer's is not guarded, because no token would end it. The logits of other
+sequences are unchanged.
 
 vLLM's own `SamplingParams.repetition_detection` cannot replace it: it is set per request, supports
 neither a minimum of tokens nor object keys, and appends no EOS.
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 FORCED_LOGIT = 1e9
 """Logit of the stop token that ends a repeating answer. Its probability is then exactly 1 for any
-temperature, penalty, top-k and top-p. It is finite, so that no NaN occurs.
+temperature, penalty, top-k and top-p. The logit is finite, so that no NaN occurs.
 """
 
 
@@ -138,9 +139,10 @@ class _GuardedRequest:
 class GuardV2(LogitsProcessorV2):
     """The repeat guard for vLLM's V2 model runner (default on GPU), computed on the device.
 
-    There the host runs ahead of the device, so this class never waits for it. It reads each row's
-    last tokens again in every step, so repetitions need no state. Only the count of JSON keys has a
-    state per slot. After a preemption the host sets that state from the tokens generated before.
+    In this runner the host runs ahead of the device, so this class never waits for the device. It
+    reads each row's last tokens again in every step, so repetitions need no state. Only the count
+    of JSON keys has a state per slot. After a preemption the host sets that state from the tokens
+    generated before the preemption.
     Not tested on a GPU; tests compare it with `RepeatGuard` on CPU tensors.
     """
 
@@ -297,7 +299,10 @@ class _DeviceKeys:
         return num_keys_B > self._max_keys
 
     def _so_far(self, slot: int) -> tuple[int, int, int]:
-        """Return (state, keys, tokens read) for the tokens generated before the request entered."""
+        """Return (state, number of keys, number of tokens read) of the request in this slot.
+
+        All three are for the tokens generated before the request entered the slot.
+        """
         start = int(self._requests.prompt_len.np[slot])
         end = int(self._requests.prefill_len.np[slot])
         state = START
@@ -327,7 +332,7 @@ class GuardedWorker:
     use_v2_model_runner: bool
 
     def guard_by(self, settings: dict[str, Any] | None) -> ActiveGuard:
-        """Set when repeating answers to new requests are ended, and return `active_guard`.
+        """Set when repeating answers to new requests are ended. Return `active_guard()`.
 
         Args:
             settings: fields of `RepeatGuardSettings`; None: repeating answers are not ended.

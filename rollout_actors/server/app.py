@@ -10,9 +10,10 @@
     /v1/...                   404, with the command of a `vllm serve` that has these routes
 
 Errors are `messages.ErrorAnswer`. 400: the call is invalid; 401: no token, or a wrong one; 403: an
-image that may not be read; 404, 405; 408: a body that stalls; 409: not possible now; 413: too
-large; 415: not JSON; 422: the engine's answer contradicts the call, and would again; 499: the
-caller has disconnected (not read); 500: the engine failed; 503: it is loading or has died.
+image that may not be read; 404, 405: no such route or method; 408: a body that stalls; 409: not
+possible now; 413: too large; 415: not JSON; 422: the engine cannot answer the call, and could not
+after a retry; 499: the caller has disconnected and reads no answer; 500: the engine failed; 503:
+the engine is loading or has died.
 """
 
 from __future__ import annotations

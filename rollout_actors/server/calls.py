@@ -27,7 +27,7 @@ GONE_S = 1.0
 def check_token(request: Request, token: str | None, *, is_needed: bool = True) -> bool:
     """Return whether an HTTP call has the server's bearer token; `token` None: always True.
 
-    Raises RefusalError if the token is missing or wrong, and `is_needed`.
+    If `is_needed`, raises RefusalError for a missing or wrong token.
     """
     sent = request.headers.get("authorization", "").encode()
     # compare_digest: its duration does not reveal how much of a guess was right.
@@ -49,7 +49,10 @@ def run_of(request: Request) -> str:
 
 
 async def read_body(request: Request, service: RolloutService) -> bytes:
-    """Return the JSON body of an HTTP call. Raises RefusalError if it exceeds a limit."""
+    """Return the JSON body of an HTTP call.
+
+    Raises RefusalError if the body is too large, too slow, incomplete, or not declared as JSON.
+    """
     limit = service.limits.max_request_bytes
     # Required, because a web page can send other types to any address without asking first.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -85,7 +88,7 @@ async def read_body(request: Request, service: RolloutService) -> bytes:
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Await the work on an HTTP call.
+    """Await the work on an HTTP call, and return its result.
 
     If the caller disconnects, cancel the work and raise RefusalError.
     """

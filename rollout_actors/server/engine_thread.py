@@ -1,6 +1,6 @@
 """The engine of a rollout server in its own thread, with its own event loop.
 
-So the server can answer `/health/` while the engine loads or decodes images.
+The server's own event loop can answer `/health/` while the engine loads or decodes images.
 """
 
 from __future__ import annotations

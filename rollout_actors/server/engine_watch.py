@@ -16,9 +16,10 @@ QUIET_S = 5.0
 class EngineWatch:
     """Detects that a rollout server's engine neither samples tokens nor answers test calls.
 
-    An engine can answer a test call between any two steps. In two phases of a weight sync it waits
-    for other processes. That time does not count; the sync has limits for it. An engine that
-    answers but schedules no requests is detected only by the clients that wait for tokens.
+    An engine can answer a test call between any two of its steps. In two phases of a weight sync
+    (`rendezvous` and `wire`) the engine waits for other processes. That time does not count; the
+    sync has limits for it. An engine that answers but schedules no requests is detected only by the
+    clients that wait for tokens.
     """
 
     def __init__(

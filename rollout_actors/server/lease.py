@@ -107,7 +107,7 @@ class Lease:
             return ""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._since_s))
         return (
-            f"it serves the run {self._run} since {since} (last call {quiet_s:.0f} s ago); give"
+            f"it has served the run {self._run} since {since} (last call {quiet_s:.0f} s ago); give"
             " this run its own servers, or wait until that run has ended or has sent no call for"
             f" lease_s = {self._limit_s:g} s"
         )

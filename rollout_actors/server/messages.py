@@ -106,7 +106,8 @@ def problem_lines(error: ValidationError) -> str:
 def read(form: type[M], body: bytes) -> M:
     """Parse the JSON body of a call or answer as a message of class `form`.
 
-    Raises ValueError with at most `MAX_PROBLEMS` lines, each about one error; a list has only one.
+    Raises ValueError with at most `MAX_PROBLEMS` lines, each about one error. Only the first error
+    in a list is reported.
     """
     try:
         message: M = brief_validator(form).validate_json(body)
@@ -126,7 +127,7 @@ class InferCall(WireMessage):
     version: int | None = None
     """Version of the weights that must sample the rollouts; null: any."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
-    """The run's whole `rollout_matching.repeat_terminate`: which repeating responses end."""
+    """The run's whole `rollout_matching.repeat_terminate`: which repeating responses are ended."""
 
     @classmethod
     def of(
@@ -164,8 +165,8 @@ class SyncCall(WireMessage):
     offer: WeightOffer | None
     """What the learner offers; null: as in an earlier phase of this weight sync.
 
-    It names the process group that sends full weights, or contains a LoRA adapter. It is set in the
-    first phase, and for full weights again in the phase `rendezvous`.
+    The offer names the process group that sends full weights, or contains a LoRA adapter. It is
+    required in the first phase, and for full weights sent again in the phase `rendezvous`.
     """
     run: str | None = None
     """The training run that sends the weights; null: no run. After the weight sync the server

@@ -61,15 +61,16 @@ class SyncState:
     phase only when it is due. While a phase runs, and after it failed, only `pause` is due.
 
     Example:
-        pause -> due: rendezvous -> wire -> verify -> reset -> canary -> due: pause, run: the caller
+        After `pause` has succeeded, `rendezvous` is due, then `wire`, `verify`, `reset` and
+        `canary`. After `canary`, `pause` is due, and `run` is the run that has sent the weights.
     """
 
     run: str | None = None
     """Training run whose weights the engine has; None: no particular run."""
     syncing: str | None = None
-    """Training run of the current weight sync, or of the last one."""
+    """Training run of the current weight sync, or else of the last weight sync."""
     offer: WeightOffer | None = None
-    """Offer of that weight sync; None: there was none."""
+    """Offer of the weight sync of `syncing`; None: there was no weight sync."""
     due: SyncPhase = SyncPhase.PAUSE
 
     def enter(self, phase: SyncPhase, call: messages.SyncCall) -> SyncState:
@@ -109,8 +110,8 @@ def request_problems(
 ) -> Iterator[str]:
     """Yield a text for each value in rollout requests that the engine cannot process.
 
-    It has the form `path: what is wrong; what to do`. `image_token_id` is the model's image
-    placeholder; None: it has none, or it is unknown.
+    Each text has the form `path: what is wrong; what to do`. `image_token_id` is the model's image
+    placeholder; None: the model has none, or it is unknown.
     """
     for index, request in enumerate(requests):
         for problem in _problems(request, settings, image_token_id):
@@ -216,11 +217,11 @@ class RolloutService:
         self._world_size: int | None = None
         self._process = uuid.uuid4().hex
         self._num_running = 0
-        """Number of `infer` requests in the engine. All have the same guard rule."""
+        """Number of `infer` requests in the engine. They have the same rule of the repeat guard."""
         self.num_joined = 0
-        """Number of running phases that wait for other members of a group."""
+        """Number of running phases that wait for other members of a process group."""
         self._guard: RepeatTerminateSection | None = None
-        """Rule of the `infer` requests; None: unknown."""
+        """Rule of the repeat guard that the engine has now; None: unknown."""
         self._guard_turn = asyncio.Lock()
         self._num_arrivals = 0
         """Number of syncs whose weights began to arrive."""
@@ -368,7 +369,10 @@ class RolloutService:
         return report
 
     async def _guard_by(self, rule: RepeatTerminateSection) -> None:
-        """Set the engine's guard to a call's rule. Raises RefusalError while another is in use."""
+        """Set the rule of the engine's repeat guard.
+
+        Raises RefusalError while the engine answers requests with another rule.
+        """
         # One call at a time: of two callers with different rules only the first may set its own.
         async with self._guard_turn:
             if rule == self._guard:
@@ -418,7 +422,7 @@ class RolloutService:
             message = f"{path}: cannot be read as an image ({error}); send PNG, JPEG or WebP"
             raise RefusalError(400, message) from error
         if problem := self.limits.pixel_problem(*size):
-            raise RefusalError(413, f"{path}: of sample {sample_id} has {problem}")
+            raise RefusalError(413, f"{path}: this image of sample {sample_id} has {problem}")
         return image
 
     def _read_file(self, image: ImageRef, path: str) -> ImageRef:

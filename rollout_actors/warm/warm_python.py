@@ -9,7 +9,7 @@ has no threads, and afterwards only forks. The parts of this file:
   environment), multiprocessing for EngineCore (`set_executable`). It sends arguments, environment,
   working folder and open files to the server, and requests a fork. It remains as the process that
   its parent knows. It exits with the fork's status and forwards signals. The fork is killed if the
-  shim is killed, or `ORPHAN_S` after the parent's end, as a stopped fork would not notice that.
+  shim is killed, or `ORPHAN_S` after the parent's end, which a stopped fork would not notice.
 - The *server* ends when it has had no connection for `IDLE_S`. Its forks end with it.
 - The *fork* does what a new interpreter would do. It has the server's limits, nice value and
   processors, and a new `LD_PRELOAD` has no effect.
@@ -236,7 +236,7 @@ def _receive(connection: socket.socket, size: int) -> bytes | None:
 
 
 def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> None:
-    """Be the warm server: import the modules, then fork processes for those that connect.
+    """Be the warm server: import the modules, then fork a process for each shim that connects.
 
     It returns when no process has been connected for some seconds.
     """
@@ -280,15 +280,15 @@ class _Request(TypedDict):
 
 
 class _Server:
-    """A single thread that waits for connections, requests and ended forks."""
+    """The warm server's loop: one thread waits for connections, requests and ended forks."""
 
     def __init__(self, folder: Path, listener: socket.socket) -> None:
         self._folder = folder
         self._listener = listener
         self._forks: dict[socket.socket, int | None] = {}
-        """The fork of each connection; None before its request."""
+        """Process id of each connection's fork; None before the shim has sent its request."""
         self._woken, self._wake = os.pipe()
-        """A pipe that wakes `select` when a fork has ended. The signal itself does not."""
+        """Both ends of a pipe that wakes `select` when a fork ends. SIGCHLD itself does not."""
 
     def run(self) -> None:
         for end in (self._woken, self._wake):
@@ -373,7 +373,10 @@ class _Server:
         connection.close()
 
     def _has_closed(self) -> bool:
-        """Close the server, unless a shim has connected. Later shims find no socket."""
+        """Return whether the server may end, because no shim is connecting to it.
+
+        In this case remove the socket, so that later shims start a new server.
+        """
         import select
 
         with (self._folder / "lock").open("w") as lock:
@@ -442,7 +445,10 @@ def end_at_once(error: BaseException | None) -> NoReturn:
 
 
 def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
-    """Take over files, environment and folder. Start a session, and seed the random generators."""
+    """Take over the shim's open files, environment and working folder.
+
+    Also start a session (`setsid`), and seed the random generators.
+    """
     import multiprocessing.spawn
     import random
 

@@ -32,9 +32,9 @@ class LoadReport:
     """
 
     checksums: list[int]
-    """One per bucket (a packed part of the weights), of the tensors that the model got."""
+    """For each bucket (a packed part of the weights): checksum of the tensors that arrived."""
     sent: list[int]
-    """One per bucket, of the tensors that the learner sent."""
+    """For each bucket: checksum of the tensors that the learner sent."""
     missing: list[str]
     """Parameters of the engine that were not loaded."""
     unexpected: list[str]
@@ -120,7 +120,7 @@ class GroupedEngine(Protocol):
 class TransferGroup:
     """An engine's membership in the learner's process group for weight syncs.
 
-    It lasts from one weight sync to the next.
+    The engine stays in the group after a weight sync, because the next sync may use it again.
     """
 
     llm: GroupedEngine
@@ -164,7 +164,7 @@ class _SyncInProgress:
 
     measures_noise: bool = False
     scores_before: Scores | None = None
-    """Scores of the checkpoint, if the noise is measured with them."""
+    """The canary's scores with the checkpoint's weights, if the noise is measured; else None."""
     reports: list[LoadReport] = field(default_factory=list)
     phase_s: dict[str, float] = field(default_factory=dict)
     finish_s: float = 0.0
@@ -212,7 +212,7 @@ class WeightReceiver:
         self._lock = asyncio.Lock()
         self._sync = _SyncInProgress()
         self._noise: Differences | None = None
-        """The noise that this run's first sync measured here, for offers without a noise."""
+        """The noise that this run's first sync measured, for later offers that contain none."""
         self._phases: dict[SyncPhase, Callable[[WeightOffer], Awaitable[None]]] = {
             SyncPhase.PAUSE: self._pause,
             SyncPhase.RENDEZVOUS: self._rendezvous,
@@ -230,7 +230,8 @@ class WeightReceiver:
     def measures_noise(self, offer: WeightOffer) -> bool:
         """Return whether a weight sync with this offer measures the canary's noise first.
 
-        It does so by scoring the canary with the checkpoint's weights, before they are replaced.
+        The noise is how far log-probabilities of engine and learner differ with the same weights.
+        It is measured with the checkpoint's weights, before they are replaced.
         """
         # That is possible only for the run's first offer, when the engine has the checkpoint. If
         # the first sync fails, the engine no longer has it. The next sync and all later ones are
@@ -286,7 +287,7 @@ class WeightReceiver:
             return self._report(offer, handed)
 
     def _report(self, offer: WeightOffer, handed: ChecksummedWeights | None) -> SyncReport:
-        """Divide the time of the phase `wire` into its parts.
+        """Return the report of the sync. It divides the time of the phase `wire` into parts.
 
         Receiving, checksums and loading alternate within one call to vLLM. The measurements of the
         worker (and of the sender, if it is in this process) separate them:
@@ -414,10 +415,10 @@ class WeightReceiver:
         await self._llm.update_weight_version(str(offer.version))
 
     async def _abandon(self, limit: Timeout) -> None:
-        """Leave the group, which ends the sender's wait, and restore the model.
+        """Leave the process group, which ends the sender's wait, and restore the model.
 
-        Otherwise the model's next forward pass would kill the process. An engine that cannot do
-        this is stuck inside a collective, and its actor must be ended.
+        If the model is not restored, its next forward pass kills the process. An engine that cannot
+        leave is stuck inside a collective operation, and its actor must be ended.
         """
         if self._group is not None:
             self._group.forget()

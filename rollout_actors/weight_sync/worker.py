@@ -77,7 +77,7 @@ class ChecksumLoader(nn.Module):
         return loaded
 
     def hand_over(self, tensors: Iterator[Named]) -> set[str]:
-        """Pass tensors with computed checksums to vLLM's model. Return the loaded names."""
+        """Pass tensors, whose checksums are computed, to vLLM's model. Return the loaded names."""
         # From here on only the canary detects errors.
         return self.model.load_weights(tensors)
 
@@ -174,7 +174,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     master_address: str
     master_port: int
     rank_offset: int
-    """Rank of this engine's first worker in the process group; it differs between engines."""
+    """Rank of this engine's first worker in the process group, different for each engine."""
     world_size: int
     packed_buffer_size_bytes: int
     join_s: float

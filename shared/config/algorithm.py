@@ -32,7 +32,7 @@ class TrainerVariant(StrEnum):
     STAGE2_ROLLOUT_ALIGNED = "stage2_rollout_aligned"
     """Training on matched rollouts (channel B only); segments are carried from step to step."""
     STAGE2_TWO_CHANNEL = "stage2_two_channel"
-    """Channel A or B in each step; all segments of a step are learned in it."""
+    """Channel A or B in each step; all segments of a step are learned in that step."""
     TRAJECTORY_PG = "trajectory_pg"
     """Policy gradient on rollouts of environments."""
 
@@ -46,23 +46,24 @@ class AlgorithmSpec:
     """
 
     channels: tuple[Channel, ...]
-    """Channels that its steps can have. Of two, `stage2_ab.schedule` chooses one for each step."""
+    """Channels that the algorithm's steps can have. If there are two, `stage2_ab.schedule` chooses
+    one for each step."""
     learns_from: frozenset[LearnsFrom] = frozenset({LearnsFrom.GROUND_TRUTH})
     """What the losses of the algorithm compare answers with: ground truth, advantages, or both. A
     pipeline entry whose `learns_from` is not among them is an error."""
     uses_environment: bool = False
     """Whether an environment provides data and rollouts, instead of samples of `data.train`."""
     carries_segments: bool = False
-    """Whether it trains one packed row per micro-step, and keeps other segments for later steps.
+    """Whether each micro-step trains one packed row, and other segments wait for later steps.
 
     See decision 7.
     """
     geometry: frozenset[GeometryKind] = ALL_GEOMETRY
-    """Kinds of shapes (boxes, polygons, points) that it can learn."""
+    """Kinds of shapes (boxes, polygons, points) that the algorithm can learn."""
 
     @property
     def learns_rewards(self) -> bool:
-        """Return whether it can learn from rewards of rollouts, in addition to ground truth."""
+        """Return whether the algorithm can learn from rewards in addition to ground truth."""
         return not self.uses_environment and LearnsFrom.ADVANTAGES in self.learns_from
 
     @property
@@ -186,7 +187,7 @@ class TeacherSection(Section):
     base_url: HttpUrl
     """URL of the teacher's server, a stock `vllm serve`, without `/v1`."""
     model: Annotated[str, Field(min_length=1, examples=["Qwen/Qwen3-8B"])]
-    """The teacher's name on the server. It must have the vocabulary of `model.path`."""
+    """The teacher's name on the server. The teacher must have the vocabulary of `model.path`."""
     weight: PositiveFloat = 1.0
     """Weight of the teacher in a sampled token's advantage. It multiplies the token's
     log-probability under the teacher minus the one under the learner, in nats."""
@@ -195,7 +196,8 @@ class TeacherSection(Section):
     the teacher. It multiplies the advantage that follows from the rewards, after `advantage_std`
     has divided it."""
     timeout_s: PositiveFloat = 240.0
-    """Seconds until the server answers at the start, and until it has scored a rollout."""
+    """Limit, in seconds, of two waits: until the server answers when the run starts, and until the
+    server has scored a rollout."""
     token_env: Annotated[str, Field(min_length=1)] | None = None
     """Environment variable with the server's bearer token; null: the server needs no token."""
 
@@ -212,22 +214,24 @@ class EnvironmentSection(Section):
     ranks, so the rollouts of a step, and each rank's part of them, must be multiples of this
     number."""
     drop_equal_groups: bool = False
-    """Do not learn the rollouts of an example (a group) if their rewards are all equal. Their
-    advantages are 0. They are counted in `rollout/num_left_out`, and the step's loss is still
-    divided as if they were learned."""
+    """Do not learn the rollouts of an example (a group) if their rewards are all equal. These
+    rollouts have the advantage 0. They are counted in `rollout/num_left_out`, and the step's loss
+    is still divided as if they were learned."""
     refill_rounds: NonNegativeInt = 0
-    """How many times per step examples whose rollouts all have the same reward are replaced by
-    other examples. Examples with fewer than two rollouts without error are replaced too. Examples
-    that still teach nothing after the last time stay in the step. 0: never."""
+    """How many times per step examples that teach nothing are replaced by other examples. These are
+    examples whose rollouts all have the same reward, and examples with fewer than two rollouts
+    without error. Examples that still teach nothing after the last replacement stay in the step. 0:
+    never."""
     drop_truncated: bool = False
-    """Do not learn truncated rollouts, and count them (`rollout/num_masked`): an answer was cut by
-    length (such as `rollout_matching.max_new_tokens`), or the next prompt had no room. Their
-    rewards still count in the means of their groups."""
+    """Do not learn truncated rollouts. Count them as `rollout/num_masked`. A rollout is truncated
+    if an answer was cut by length (such as `rollout_matching.max_new_tokens`), or if the next
+    prompt had no room. The rewards of truncated rollouts still count in the means of their
+    groups."""
     num_eval_examples: NonNegativeInt | None = None
     """Number of rows of the environment's evaluation data in held-out reports; null: all; 0: none.
     """
     max_images_per_prompt: NonNegativeInt = 0
-    """Maximum number of images in the prompt of a model call, over all turns. Messages carry them
+    """Maximum number of images in the prompt of a model call, over all turns. Messages carry images
     as `image_url` with a data URL. 0: no images, and engines reserve no memory for them."""
     num_actors: PositiveInt = 1
     """Processes that share a round's examples, at most `rollout_matching.decode_batch_size`. Raise
@@ -249,8 +253,8 @@ class EnvironmentSection(Section):
     thread does not count here, nor in `rollout_timeout_s`."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
     """System message that is put before the prompt of each of the environment's rows. It is an
-    error if the environment or its first row already has a system message; a later row with its own
-    keeps it. null: only the environment's own messages."""
+    error if the environment or its first row already has a system message. A later row that has a
+    system message keeps that message. null: only the environment's own messages."""
     chat_template_args: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Additional arguments of the chat template, such as `{enable_thinking: false}` for Qwen3."""
     tool_call_parser: str | None = None

@@ -20,9 +20,9 @@ from pydantic_core import PydanticCustomError
 
 PATH_TAG = "a path"
 LIST_TAG = "a list"
-"""Tags of the alternatives of a key whose value is a path or a list.
+"""Tags (`PATH_TAG`, `LIST_TAG`) of the alternatives of a key whose value is a path or a list.
 
-pydantic includes the tag in an error's location, which messages leave out.
+pydantic includes the tag in the location of an error. Messages leave the tag out.
 """
 
 Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -15,7 +15,7 @@ from shared.config.base import LIST_TAG, PATH_TAG, Problem, Section, dotted
 from shared.config.pipeline import IMPORTED
 
 MISSING = "is required, and missing"
-"""What a message says is wrong with a key that is required and missing."""
+"""The text, after a key's path, of the message about a required key that is missing."""
 
 _EXPECTED = {
     "int_type": "an integer",

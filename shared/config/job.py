@@ -50,25 +50,25 @@ class TimeoutsSection(Section):
     actor may take twice as long for its share of a round."""
     stall_s: PositiveFloat = 120.0
     """Seconds after which a rollout actor or environment actor that makes no progress is given up.
-    No progress means: it does not answer, or samples no token while it owes an answer."""
+    No progress means: the actor does not answer, or samples no token while it owes an answer."""
     learn_s: PositiveFloat = 600.0
     """Seconds for learning one round of rollouts, or for finishing a step with its optimizer
-    update. Finishing has this time again for each round that `training.updates_per_batch` learns
-    again. Also the limit for scoring held-out answers, for saving, and for waits of learner ranks
-    for each other."""
+    update. With `training.updates_per_batch` above 1, finishing has this time once more for each
+    round of each further update. Also the limit for scoring held-out answers, for saving, and for
+    waits of learner ranks for each other."""
     sync_phase_s: PositiveFloat = 60.0
     """Seconds for each phase of a weight sync. Servers join the weight transfer within
     `rollout_matching.vllm.server.timeout_s` instead."""
     interrupt_s: PositiveFloat = 60.0
     """Seconds from a signal (Ctrl-C, SIGTERM, SIGHUP) or a failure until the last finished update
-    is saved. They include the work in progress: a row, a token or a sync."""
+    is saved. This includes the work in progress: a row, a token or a sync."""
     storage_s: NonNegativeFloat = 300.0
     """Seconds for which a run that has begun retries a failed write (full disk, read-only folder,
-    lost network share). It waits meanwhile. 0: the run ends at once."""
+    lost network share). The run waits meanwhile. 0: it ends at once."""
     logger_s: PositiveFloat = 120.0
     """Seconds after which a logger (`telemetry.loggers`) is given up if a call to it does not
-    return. Training does not wait for loggers. At its end the run waits until everything is logged,
-    at most this long."""
+    return. Training does not wait for loggers. When training is over, the run waits at most this
+    long until everything is logged."""
 
     def limit(
         self,
@@ -99,7 +99,7 @@ class ResumeSection(Section):
     def checkpoint(self) -> Path | None:
         """The checkpoint that the learner loads to continue a run; None: a new run.
 
-        `run` names the checkpoint itself after the program has found it at its start.
+        Valid after the start of the program, which replaces `run` by the checkpoint that it found.
         """
         return None if self.is_auto else self.run
 
@@ -155,8 +155,8 @@ class EvaluationSection(Section):
     """Least IoU with a ground-truth object at which a prediction counts as correct. Each threshold
     has its own metrics; the progress line shows those of the first."""
     score: Literal["constant", "coord_probability"] = "coord_probability"
-    """Confidence of a prediction for COCO AP: 1, or the mean probability of its coordinate tokens.
-    """
+    """Confidence of a prediction for COCO AP. constant: 1; coord_probability: the mean probability
+    of the prediction's coordinate tokens."""
     worst_scenes: NonNegativeInt = 8
     """Number of held-out samples with the lowest F1 whose images a report shows. Samples with an F1
     of 1 are left out."""

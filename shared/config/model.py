@@ -68,7 +68,8 @@ class ModelSection(Section):
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Implementation of the learner's attention. auto: the segments of a packed row are computed
     separately, on GPUs with bfloat16 by one call of a flash kernel, else by one call of sdpa for
-    each. sdpa and eager: those of transformers, with a mask over the whole row."""
+    each segment. sdpa and eager: the implementations of transformers, with a mask over the whole
+    row."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     activation_offload: bool = False
@@ -89,7 +90,8 @@ class ModelSection(Section):
     def is_quantized(self) -> bool:
         """Return whether an adapter is trained on base weights that are held in 4 bits.
 
-        Before the first sync of full weights, engines have the checkpoint's weights, which differ.
+        Until the first sync of full weights, the engines have other weights than the learner: the
+        checkpoint's, which are not quantized.
         """
         return self.adapter is not None and self.adapter.quantize is not None
 
@@ -100,8 +102,8 @@ class SourceSection(Section):
     path: Annotated[ConfigPath, Field(examples=["coco_val.jsonl"])]
     """A JSONL file; paths of images are relative to it."""
     name: str | None = None
-    """The file's name in metrics and reports, and before its sample ids; null: its file name,
-    without the ending."""
+    """Name of the file's samples in metrics and reports, and prefix of their sample ids; null: the
+    name of the file, without its ending."""
 
     @property
     def called(self) -> str:

@@ -125,15 +125,15 @@ class PipelineEntry(Section):
     weight: NonNegativeFloat
     """Weight of this entry's loss in the loss of the step."""
     channels: Channels
-    """The channels whose steps use the entry. Must be [B] if it learns sampled tokens."""
+    """The channels whose steps use the entry. Must be [B] if the entry learns sampled tokens."""
 
     @field_validator("channels")
     @classmethod
     def _has_samples(cls, channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
         if cls.reads is Reads.SAMPLED and channels != (Channel.B,):
             raise refusal(
-                f"must be [B], got [{', '.join(channels)}]: this module needs tokens that the model"
-                " sampled",
+                f"must be [B], got [{', '.join(channels)}]: this objective learns tokens that the"
+                " model sampled, and only channel B has them",
                 "write [B]",
             )
         return channels
@@ -187,8 +187,8 @@ class CoordRegConfig(Section):
     belongs. The loss is -log p, and p is the total probability of all coordinate tokens."""
     text_gate_weight: NonNegativeFloat
     """Weight of a loss, in nats, that punishes probability of coordinate tokens where text belongs.
-    The loss is -log(1 - p), and p is the total probability of all coordinate tokens. It is computed
-    at tokens that `token_ce` learns, without closing brackets and EOS."""
+    The loss is -log(1 - p), and p is the total probability of all coordinate tokens. The loss is
+    computed at tokens that `token_ce` learns, without closing brackets and EOS."""
     temperature: PositiveFloat
     """Divisor of the logits in `soft_ce`, `w1` and both gates."""
     target_sigma: PositiveFloat
@@ -256,20 +256,20 @@ class PolicyGradientConfig(Section):
     ends at `1 + clip_high`; `clip` says what it does."""
     ratio_cap: Annotated[float, Field(gt=1.0)]
     """Upper bound of a token's ratio: the learner's probability of the token divided by the
-    engine's. It holds in the loss and for the ratio as the factor of the gradient."""
+    engine's. The bound holds for the value of the loss and for the factor of the gradient."""
     normalize: Annotated[
         Literal["step", "rollout", "constant", "batch"], BeforeValidator(_not_by_segment)
     ]
     """Divisor of a sampled token's loss: the number of sampled tokens of its model call (`step`) or
     of its rollout (`rollout`), or `rollout_matching.max_new_tokens` (`constant`). The sum over the
-    step is then divided by the step's rollouts. `batch`: only divide the sum by all sampled tokens
-    of the step."""
+    step is then divided by the step's rollouts. `batch`: only divide the sum by the number of all
+    sampled tokens of the step."""
     advantage_std: bool
     """Divide the advantage (reward minus the group's mean) by the standard deviation of the group's
     rewards plus `advantage_epsilon`."""
     advantage_epsilon: NonNegativeFloat = 1e-4
     """Added to the standard deviation of a group's rewards when `advantage_std` divides by it. In
-    units of the reward. It keeps advantages small where rewards hardly differ. No effect without
+    units of the reward. It keeps advantages small if rewards hardly differ. No effect without
     `advantage_std`. The default is the same as in TRL's GRPO."""
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
     """What is subtracted from a reward: the mean of its group, or of the group's other rollouts."""
@@ -281,8 +281,8 @@ class PolicyGradientConfig(Section):
     """What happens to tokens whose probability ratio is outside the clip range (`clip_low`,
     `clip_high`). The ratio is the learner's probability of a sampled token divided by the engine's.
     ppo: tokens whose ratio left the range in the direction of their advantage are not learned;
-    dual: nor are tokens with a negative advantage above `ratio_cap`; cispo: all are learned, with
-    their ratio clamped to the range; none: there is no range."""
+    dual: nor are tokens with a negative advantage whose ratio is above `ratio_cap`; cispo: all are
+    learned, with their ratio clamped to the range; none: there is no range."""
     above_cap: Literal["truncate", "mask"] = "truncate"
     """truncate: a ratio above `ratio_cap` counts as `ratio_cap`; mask: its token is not learned."""
 
@@ -464,7 +464,7 @@ class PipelineSection(Section):
         return self
 
     def enabled(self) -> Iterator[tuple[str, ObjectiveEntry | CoordDiagEntry]]:
-        """Yield each enabled objective or diagnostic, after its path in the configuration."""
+        """Yield each enabled objective or diagnostic, with its path in the configuration."""
         lists = (("objective", self.objective), ("diagnostics", self.diagnostics))
         for key, entries in lists:
             for index, entry in enumerate(entries):
@@ -490,7 +490,7 @@ class PipelineSection(Section):
 
     @property
     def divides_by_tokens(self) -> bool:
-        """Whether a step's loss is divided by its number of sampled tokens, not of rollouts."""
+        """Whether a step's loss is divided by the number of sampled tokens, not of rollouts."""
         config = self.policy_gradient
         return config is not None and config.normalize == "batch"
 

@@ -451,17 +451,17 @@ class RolloutMatchingSection(Section):
     Beyond the specification. All of a rollout without matches is cut off."""
     supervise_separators: bool = False
     """Teach the separator (such as a comma) before each matched object of a rollout. Beyond the
-    specification. It has weight 1 in `token_ce`, like the structure tokens of missed objects that
-    are appended."""
+    specification. The separator has weight 1 in `token_ce`, like the structure tokens of missed
+    objects that are appended."""
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """Updates by which a rollout's weights may be older than the learner's. 1 saves time: the next
     step's first round is generated while this step's last round is learned."""
     logprob_tolerance: PositiveFloat | None = None
     """Largest allowed difference, in nats, of a sampled token's log-probability between learner and
     engine. null: 1 in bfloat16; in float32 1e-4 or, if that is larger, ten times the canary's noise
-    (`rollout_matching.vllm.sync.canary_tolerance`). The first larger difference ends the run in
-    float32. In bfloat16 more than 10 of them in a step end it, if they are over 1 in 1,000 compared
-    tokens."""
+    (`rollout_matching.vllm.sync.canary_tolerance`). In float32 the first larger difference ends the
+    run. In bfloat16 the run ends if a step has more than 10 larger differences, and they are more
+    than 1 in 1,000 of the tokens that the step compares."""
     repeat_terminate: RepeatTerminateSection = RepeatTerminateSection()
     """The repeat guard, which ends answers that repeat themselves, in every backend."""
     offload: OffloadSection = OffloadSection()

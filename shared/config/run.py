@@ -36,11 +36,17 @@ from shared.records import DEFAULT_GEOMETRY, GeometryKind
 from shared.tokens.fresh import FILE, FreshTokens
 
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": None}
-"""In nats. None in bfloat16: it rounds logits between 16 and 32, a usual range of trained models,
-to an eighth. So no bound of the largest difference works (`shared.weight_sync.canary`)."""
+"""Defaults of `canary_tolerance` by `model.dtype`, in nats; None: the key has no default.
+
+bfloat16 rounds logits between 16 and 32, a usual range of trained models, to an eighth. So no bound
+of the largest difference works there (`shared.weight_sync.canary`).
+"""
 _LOGPROB_TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0}
-"""In nats. In bfloat16 on CPU the demo's trained model differs by at most 0.11 over 2,000 sampled
-tokens (float32: 1e-5). A run compares millions of tokens, of deeper models."""
+"""Defaults of `rollout_matching.logprob_tolerance` by `model.dtype`, in nats.
+
+In bfloat16 on CPU, engine and learner of the demo's trained model differ by at most 0.11 over 2,000
+sampled tokens (float32: 1e-5). A run compares millions of tokens, of deeper models.
+"""
 
 
 class RowRule(StrEnum):
@@ -251,9 +257,9 @@ class RunConfig(Section):
 
     @property
     def engine_devices(self) -> tuple[int, ...] | None:
-        """The number of devices of each engine, in the order of the engines' requests.
+        """The number of devices of each engine, in the order in which engines get requests.
 
-        None if only the servers, or the cluster, know it.
+        None if only the servers, or the cluster, know the numbers.
 
         Example: three actors with `tensor_parallel_size: 2` are `(2, 2, 2)`.
         """

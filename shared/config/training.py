@@ -30,8 +30,8 @@ class LearnerSection(Section):
     cpus: NonNegativeFloat | None = None
     """Number of CPU cores that Ray reserves for each rank; null: 1."""
     cpu_threads: PositiveInt | None = None
-    """Number of torch threads in each rank; null: one for each core that the process may use. It
-    changes the order of float sums, so set it to repeat a run exactly on another machine."""
+    """Number of torch threads in each rank; null: one for each core that the process may use. The
+    number changes the order of float sums, so set it to repeat a run exactly on another machine."""
 
     @property
     def is_sharded(self) -> bool:
@@ -174,7 +174,7 @@ class TrainingSection(Section):
     """Pack several segments into one row, for speed; false: one segment per row."""
     packing_buffer: PositiveInt = 256
     """Maximum number of segments (prompts with targets) that wait to be packed into a row. It must
-    be at least the samples of a step. Under `stage2_rollout_aligned`: at least those of a
+    be at least the number of samples of a step. Under `stage2_rollout_aligned`: at least those of a
     micro-step (`per_device_train_batch_size`), and a full buffer stops the run. Under
     `trajectory_pg` a full buffer is made into a row."""
     packing_min_fill_ratio: Fraction01 = 0.7
@@ -184,5 +184,5 @@ class TrainingSection(Section):
     `stage2_rollout_aligned`, which requires true with packing."""
     packing_window: PositiveInt = 8
     """Number of rollouts (of environments: segments) after which full packed rows are built and
-    learned. They are taken in index order, and the rest waits for the next rows of the step. No
-    effect under `stage2_rollout_aligned`, which builds one row per micro-step."""
+    learned. Rollouts are taken in index order. Segments that fill no row wait for the next rows of
+    the step. No effect under `stage2_rollout_aligned`, which builds one row per micro-step."""

@@ -7,7 +7,7 @@ two more keys, both in pixels of the displayed image:
     "ignore": [{"bbox": [0, 0, 64, 48], "desc": "person", "iscrowd": 1}, ...]
 
 `annotated` has one entry per entry of `objects`, in the same order. `ignore` lists regions that are
-not trained and need not be found. A prediction inside one is neither right nor wrong.
+not trained and need not be found. A prediction inside such a region is neither right nor wrong.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from shared.records import (
 )
 
 _LEAST_SIDE = 64
-"""Minimum side of an image in pixels for finding boxes of one pixel by their bins."""
+"""Boxes of one pixel are counted only in images whose sides have at least this many pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class RowRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable:
-    """Where the N usable rows of a data file are in the file, and the digests of their images.
+    """A table of a data file's N usable rows: their places in the file, and their images' digests.
 
-    About 100 bytes per row, whatever the row contains.
+    It takes about 100 bytes per row, whatever the row contains.
     """
 
     places_N3: np.ndarray
@@ -278,7 +278,7 @@ def lines_of(path: Path) -> Iterator[FileLine]:
 def require_utf8(content: bytes, path: Path) -> None:
     """Raise RecordError if the beginning of a data file looks like UTF-16.
 
-    It is recognised with or without a byte order mark.
+    UTF-16 is recognised with or without a byte order mark.
     """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
         remedy = "save the file as UTF-8"

@@ -1,6 +1,6 @@
-"""Convert objects, annotations and predictions between norm1000 and the COCO format.
+"""Convert objects, annotations and predictions between norm1000 (bins 0..999) and the COCO format.
 
-`launch` reads and writes the files.
+The package `launch` reads and writes the COCO files.
 
 A COCO coordinate `v`, in pixels along an axis of length `W`, is the bin `v / (W - 1) * 999`
 (docs/explanation/decisions.md). A COCO box `[x, y, w, h]` is half-open, and its far edge `x + w` is
@@ -50,7 +50,7 @@ class ImagePredictions:
     """Height of the image in pixels."""
     objects: tuple[ScoredObject, ...]
     orientation: int = 1
-    """EXIF orientation of the image file, if COCO annotations refer to the unrotated pixels."""
+    """EXIF orientation of the image file if annotations refer to the unrotated pixels; else 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ def bins_of_coco_box(box: Sequence[float], width: int, height: int) -> tuple[int
 def bins_of_coco_ring(ring: Sequence[float], width: int, height: int) -> tuple[int, ...]:
     """Turn the vertices x, y, x, y, ... of a COCO polygon in pixels into bins.
 
-    Bins are rounded to the nearest and clamped to 0..999. Neighbouring vertices in the same bin
-    become one, also the last and the first. Raises ValueError for an image with an axis under 2
-    pixels.
+    Bins are rounded to the nearest and clamped to 0..999. Neighbouring vertices with the same bins
+    become one vertex; the last and the first vertex are neighbours. Raises ValueError for an image
+    with an axis under 2 pixels.
     """
     bins = bin_points(_within(ring, width, height), width=width, height=height)
     points = list(zip(bins[::2], bins[1::2], strict=True))
@@ -135,7 +135,8 @@ def number_categories(names: Iterable[str]) -> dict[str, int]:
 NOT_JUDGED_AREA = 1e12
 """The `area` that is written for a region to ignore that is not a crowd.
 
-pycocotools ignores objects whose area is outside its range, and compares them by IoU.
+pycocotools ignores an object whose area is outside the evaluated range, and the predictions that
+match the object by IoU.
 """
 
 
@@ -144,10 +145,10 @@ def samples_to_coco(
 ) -> dict[str, Any]:
     """Return the ground truth of samples as a COCO data set with one image per sample.
 
-    Points are left out. An object is its annotation if the sample has annotations, else its bins in
-    pixels. Regions to ignore become crowds, or objects larger than any area range. `image_ids` has
-    one id per sample; annotations are numbered from 1. Raises KeyError for a name that is not in
-    `category_ids`.
+    Points are left out. An object is written as its annotation if the sample has annotations, else
+    as its bins converted to pixels. A region to ignore becomes a crowd, or an object with the area
+    `NOT_JUDGED_AREA`. `image_ids` has one id per sample; annotations are numbered from 1. Raises
+    KeyError for a name that is not in `category_ids`.
     """
     annotations: list[dict[str, Any]] = []
 
@@ -196,7 +197,7 @@ def samples_to_coco(
 def annotation_of(sample: Sample, index: int) -> Annotation:
     """Return the annotation, in pixels, of object number `index` of a sample.
 
-    If the sample has no annotations, it is made from the object's bins.
+    If the sample has no annotations, the result is made from the object's bins.
     """
     if sample.annotated:
         return sample.annotated[index]

@@ -50,9 +50,9 @@ class Scene:
     answer_format: AnswerFormat = COORD_TOKENS_FORMAT
     """The answer format that the prompt asks for."""
     num_behind: int = 0
-    """Number of objects after the end of the JSON object or list, which are not read.
+    """Number of objects that the answer has after the end of its JSON object or list.
 
-    They are, for example, in a second list.
+    Such objects, for example in a second list, are not read.
     """
 
     @property
@@ -120,7 +120,7 @@ class DetectionCounts:
     num_class_correct: int = 0
     """Number of matched pairs with equal names (`desc`)."""
     num_ignored: int = 0
-    """Number of unpaired predictions in regions to ignore, which precision leaves out."""
+    """Number of unpaired predictions in regions to ignore. Precision does not count them."""
 
     def __add__(self, other: DetectionCounts) -> DetectionCounts:
         counts = zip(astuple(self), astuple(other), strict=True)
@@ -175,7 +175,7 @@ class DetectionSummary:
     classes: Mapping[str, DetectionCounts]
     """Counts of each class at the first threshold, by name in alphabetical order.
 
-    The objects of a pair have equal names.
+    For these counts, the objects of a pair must have equal names.
     """
     dropped: Mapping[DropReason, int]
     """Number of invalid entries of answers by reason, the most frequent first."""
@@ -185,11 +185,12 @@ class DetectionSummary:
     num_length_limited: int
     """Number of answers that ended at `max_new_tokens`."""
     num_behind: int
-    """Number of objects after the end of the answers' JSON objects or lists, which are not read."""
+    """Number of objects, in all answers, after the end of the JSON object or list. They are not
+    read."""
     scene_f1: tuple[float, ...]
-    """F1 of each scene at the first threshold, with pairs of any names.
+    """F1 of each scene at the first threshold. The objects of a pair may have different names.
 
-    1 for a scene without objects and predictions.
+    It is 1 for a scene without ground-truth objects and without predictions to judge.
     """
 
 
@@ -199,7 +200,7 @@ def summarise(
     *,
     point_tolerance: float = POINT_TOLERANCE,
 ) -> DetectionSummary:
-    """Compute the detection quality over scenes.
+    """Pair predictions with ground truth in each scene, and count the pairs over all scenes.
 
     Args:
         iou_thresholds: least IoU of a pair, at least one, in ascending order.
@@ -232,7 +233,7 @@ def summarise(
 def worst_scenes(summary: DetectionSummary, count: int) -> list[int]:
     """Return the indices of the `count` scenes with the lowest F1, lowest first.
 
-    Scenes with an F1 of 1 are left out, so there may be fewer.
+    Scenes with an F1 of 1 are left out, so there may be fewer than `count`.
     """
     ranked = sorted(range(len(summary.scene_f1)), key=summary.scene_f1.__getitem__)
     return [index for index in ranked[:count] if summary.scene_f1[index] < 1.0]
@@ -276,7 +277,7 @@ class _Overlaps:
 
     @classmethod
     def of(cls, scene: Scene, point_tolerance: float) -> _Overlaps:
-        """Measure the overlaps of a scene, ignoring names."""
+        """Measure how far predictions overlap with ground truth and ignored regions of any name."""
         sample = scene.sample
         iou_PG = _iou(scene.objects, sample.objects, point_tolerance)
         size = (sample.width, sample.height)
@@ -388,7 +389,7 @@ def _class_table(
 def _iou(
     predictions: Sequence[Shape], ground_truth: Sequence[Shape], point_tolerance: float
 ) -> np.ndarray:
-    """Return the overlap of every pair: float64 [P, G]."""
+    """Return the overlap of each prediction with each ground truth: float64 [P, G]."""
     if not predictions or not ground_truth:
         return np.zeros((len(predictions), len(ground_truth)))
     iou_PG = box_iou(

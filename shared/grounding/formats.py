@@ -1,8 +1,8 @@
 """The answer formats: how objects are written as text (`data.answer_format`).
 
-Each format has a strict parser, a serializer, a way to append objects to a kept answer, and tokens
-for coordinates. Everything else is the same for all formats, such as matching. A format is a
-subclass of `AnswerFormat` and one line of `FORMATS`.
+Each format has a strict parser, a serializer, a way to append objects to the kept part of an
+answer, and a notation for coordinates. Everything else, such as matching, is the same for all
+formats. A format is a subclass of `AnswerFormat` and one line of `FORMATS`.
 """
 
 from __future__ import annotations

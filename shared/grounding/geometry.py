@@ -40,7 +40,7 @@ _MAX_CELLS = 1_000_000
 def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
     """Return the exact IoU of two polygons, given by their vertices in bins (even-odd rule).
 
-    If neither polygon has an area, it is 1 for the same vertices, else 0.
+    If neither polygon has an area, the IoU is 1 for the same vertices, else 0.
     """
     edges_a = _edges(a)
     edges_b = _edges(b)
@@ -58,9 +58,10 @@ def polygon_iou(a: Sequence[Point], b: Sequence[Point]) -> float:
 
 
 def _edges(ring: Sequence[Point]) -> list[tuple[int, int, int, int]]:
-    """List the edges (ax, ay, bx, by), upwards.
+    """List the edges of a polygon as (ax, ay, bx, by), with ay < by.
 
-    Leaves out edges that bound no area: horizontal edges, and edges with an even number of copies.
+    Edges that bound no area are left out: horizontal edges, and edges with an even number of
+    copies.
     """
     sides = zip(ring, [*ring[1:], ring[0]], strict=True)
     times = Counter((*a, *b) if a[1] < b[1] else (*b, *a) for a, b in sides)
@@ -84,7 +85,10 @@ def _levels(edges_T4: np.ndarray) -> np.ndarray:
 
 
 def _slab_areas(levels: np.ndarray, edges_T4: np.ndarray, is_a_T: np.ndarray) -> np.ndarray:
-    """Return the areas of a, of b and of both between the first and the last level."""
+    """Return the areas of polygon a, of polygon b and of their intersection, between two levels.
+
+    The two levels are the first and the last of `levels`, which are y values in bins.
+    """
     # No edges cross inside a slab, so each width changes linearly, and its mean is in the middle.
     middle_L1 = ((levels[:-1] + levels[1:]) / 2)[:, None]
     ax, ay, bx, by = edges_T4.T
@@ -114,8 +118,9 @@ def simplify_ring(
 ) -> list[tuple[Number, Number]]:
     """Reduce a polygon to at most `max_vertices` vertices, in order (Visvalingam and Whyatt).
 
-    Each vertex costs tokens. The vertex whose triangle with its two neighbours is smallest is
-    removed first, ties by index. Raises ValueError if `max_vertices` is below 3.
+    Fewer vertices cost fewer tokens. The vertex whose triangle with its two neighbours has the
+    smallest area is removed first; of equal areas, the vertex with the lowest index. Raises
+    ValueError if `max_vertices` is below 3.
     """
     if max_vertices < MIN_VERTICES:
         raise ValueError(f"{max_vertices} vertices enclose no area; keep at least {MIN_VERTICES}")
@@ -139,7 +144,7 @@ def _area_at(ring: Sequence[tuple[Number, Number]], i: int) -> Number:
 
 MAX_BIN = NUM_BINS - 1
 MIN_RASTER_PIXELS = 16
-"""Shapes that cover fewer pixels of the canvas are compared by their exact areas instead."""
+"""If a shape covers fewer pixels of the canvas, its exact area is used instead of its raster."""
 
 Box: TypeAlias = tuple[int, int, int, int]
 
@@ -191,7 +196,7 @@ def pixels_of(bins: Sequence[int], *, width: int, height: int) -> tuple[float, .
 def vertices(shape: Shape) -> list[Point]:
     """Return the vertices of a shape in bins, clamped to 0..999.
 
-    Those of a box are clockwise from (x1, y1). A point has itself as its only vertex.
+    The vertices of a box are clockwise from (x1, y1). A point has itself as its only vertex.
     """
     values = [_clamp(bin) for bin in _ring(shape)]
     return list(zip(values[::2], values[1::2], strict=True))
@@ -226,8 +231,8 @@ def mask_iou(a: Shape, b: Shape, *, resolution: int = 256) -> float:
 
     Bins are scaled by `(resolution - 1) / 999`. A pixel is covered if its centre is inside the
     half-open shape (even-odd rule). If either shape covers fewer than 16 pixels, exact areas are
-    used instead of the raster. Identical shapes have 1. Raises ValueError for a canvas under 2
-    pixels.
+    used instead of the raster. Identical shapes have an IoU of 1. Raises ValueError for a canvas
+    under 2 pixels.
     """
     return float(Rasters.of([a, b], resolution).mask_iou(np.array([0]), np.array([[1]]))[0, 0])
 
@@ -243,9 +248,10 @@ class Rasters:
     boxes_N4: np.ndarray
     """int64 [N, 4]: the box around each shape, in bins."""
     windows_N4: np.ndarray
-    """int64 [N, 4]: the pixels of that box as half-open column and row ranges (x1, y1, x2, y2)."""
+    """int64 [N, 4]: the canvas pixels of the box around each shape, as half-open column and row
+    ranges (x1, y1, x2, y2)."""
     words_NRW: np.ndarray | None
-    """uint64 [N, R, W]: the covered pixels, one bit each, rows first, lowest bit leftmost.
+    """uint64 [N, R, W]: the covered pixels of each canvas row, one bit each, lowest bit leftmost.
 
     None if all shapes are boxes, which cover all pixels of their windows.
     """

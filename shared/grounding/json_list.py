@@ -8,8 +8,8 @@ the model sees it, resized to whole image tokens. A bin is relative to the last 
 (docs/explanation/decisions.md), Qwen's numbers are relative to the side. The difference is at most
 one pixel, or a thousandth of the side if that is more.
 
-Models may put the list into a Markdown fence. If an answer begins with a fence, appended text
-closes it. The inside of an entry is read as strict JSON (`validation`).
+Models may put the list into a Markdown fence (```). If an answer begins with a fence, the appended
+text ends with one. The inside of an entry is read as strict JSON (`validation`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _DESC_KEY = "label"
 _MOST = 1000
 _MAX_BIN = NUM_BINS - 1
 _START = b"start"
-"""Symbol of the list's opening, among the symbols of its top level."""
+"""The symbol of the list's opening bracket in `_scan`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _scan(text: bytes) -> _Scanned | None:
 class PictureResize:
     """Computes the size to which Qwen's image processors resize an image.
 
-    The size is a multiple of an image token's side, within limits.
+    Width and height are multiples of an image token's side, and the number of pixels has limits.
 
     Example: `PictureResize(28, 3136, 1003520).size_of(640, 480)` is (644, 476).
     """
@@ -116,7 +116,7 @@ class PictureResize:
     side: int
     """Side of an image token, in pixels."""
     min_pixels: int
-    """Least width times height; `max_pixels` is the most."""
+    """Least number of pixels (width times height); `max_pixels` is the largest."""
     max_pixels: int
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
@@ -228,7 +228,7 @@ class BoxList(AnswerFormat):
         return tuple(str((2 * bin * last + _MAX_BIN) // (2 * _MAX_BIN)) for bin, last in pairs)
 
     def _bin(self, number: int, axis: int) -> int:
-        """Return the bin of a coordinate; `axis` is even for x."""
+        """Return the bin of a coordinate that an answer writes; `axis` is even for x, odd for y."""
         if not self.in_pixels:
             return min(number, _MAX_BIN)
         last = self._most(axis) - 1
@@ -237,8 +237,8 @@ class BoxList(AnswerFormat):
     def clamped(self, number: float, axis: int) -> tuple[float, int] | None:
         """Clamp a coordinate of an answer to the image, and return it with its bin.
 
-        Returns None if it is outside by more than a tenth of the side. `axis` is even for x, odd
-        for y.
+        Returns None if the coordinate is outside the image by more than a tenth of its side. `axis`
+        is even for x, odd for y.
         """
         most = float(self._most(axis))
         if not -0.1 * most <= number <= 1.1 * most:  # also true for NaN
@@ -250,7 +250,7 @@ class BoxList(AnswerFormat):
         return inside, min(floor(inside * scale + 0.5), _MAX_BIN)
 
     def _most(self, axis: int) -> int:
-        """Return the number at the far border."""
+        """Return the largest coordinate along an axis: the number at the right or lower border."""
         if not self.in_pixels:
             return _MOST
         assert self.size is not None, "pixels are relative to one image: call `of` first"
@@ -288,7 +288,8 @@ class BoxList(AnswerFormat):
         if last == "," and not objects:
             behind = prefix_text[-40:]
             raise ValueError(
-                f"cannot close after {behind!r}: remove the comma, or append an object"
+                f"cannot close the JSON list after {behind!r}, which ends in a comma: remove the"
+                " comma, or pass an object to append"
             )
         separator = ", " if last == "}" and objects else ""
         return self._layout(separator, objects, "]\n```" if scanned.fenced else "]")

@@ -1,7 +1,7 @@
 """Matching of predicted objects with ground-truth objects, whatever their names (decision 34).
 
-It is the assignment of least cost (Hungarian algorithm), where a cost falls with the mask IoU: the
-IoU of the filled shapes. Points are matched only with points, by their distance.
+It is the assignment of least cost (Hungarian algorithm). A pair costs less the higher its mask IoU
+is, the IoU of the filled shapes. Points are matched only with points, by their distance.
 
 Shape legend: P predictions, G ground truths, K candidates of each prediction, N = P + G.
 """
@@ -33,7 +33,7 @@ class MatchedPair(NamedTuple):
 class MatchResult:
     """Which predicted objects are matched with which ground-truth objects, and which are not.
 
-    Numbers are indices in the arguments of `match_objects`.
+    Objects are given by their indices in the arguments of `match_objects`.
 
     Example: of 2 predictions and 1 ground truth the second matched: `MatchResult((MatchedPair(1, 0,
     0.8),), unmatched_predictions=(0,), unmatched_ground_truth=(), gating_rejections=1)`.
@@ -44,7 +44,7 @@ class MatchResult:
     unmatched_predictions: tuple[int, ...]
     unmatched_ground_truth: tuple[int, ...]
     gating_rejections: int
-    """Number of compared pairs whose mask IoU is below the gate, so that they cannot match."""
+    """Number of compared pairs that cannot match, because their IoU is below `maskiou_gate`."""
 
 
 def match_objects(
@@ -65,7 +65,7 @@ def match_objects(
     pair is possible only if its maskIoU is at least `maskiou_gate`. Two points use `point_overlap`
     instead of maskIoU; it is 0.5 at a distance of `point_tolerance` bins. A point never matches
     another kind of shape. Masks have `maskiou_resolution` pixels per axis. Raises ValueError for a
-    top k under 1.
+    `candidate_top_k` under 1.
     """
     if candidate_top_k < 1:
         raise ValueError(f"candidate_top_k is {candidate_top_k}; set it to at least 1")

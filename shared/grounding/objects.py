@@ -12,7 +12,10 @@ from shared.records import GeometryKind
 
 
 class DropReason(StrEnum):
-    """Why a complete entry of an answer is not a valid object; the first of these that applies."""
+    """Why a complete entry of an answer is not a valid object.
+
+    If several reasons apply, it is the first of them in this order.
+    """
 
     MALFORMED = "malformed"
     """The entry is invalid JSON or not an object, or not exactly one comma precedes it.
@@ -33,7 +36,7 @@ class DropReason(StrEnum):
     In a format with digits: something other than numbers in range.
     """
     WRONG_ARITY = "wrong_arity"
-    """The geometry has a wrong number of coordinates, or occurs twice."""
+    """The geometry has a wrong number of coordinates, or the geometry key occurs twice."""
     BBOX_INVALID = "bbox_invalid"
     """The box has x1 > x2 or y1 > y2."""
     POLY_UNSUPPORTED = "poly_unsupported"
@@ -108,7 +111,8 @@ class ParsedRollout:
     num_unchanged: int = 0
     """Number of tokens at the start of the prefix that are as the engine sampled them.
 
-    Tokens that replace the end of a fused token, and the bracket of a fallback, do not count.
+    The other tokens replace a token that the end of the prefix divides, or are the opening bracket
+    of a fallback.
     """
     num_behind: int = 0
     """Number of objects after the container's end, for example in a second list.

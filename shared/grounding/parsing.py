@@ -2,8 +2,9 @@
 
 The answer format (`shared.grounding.formats`) defines the syntax.
 
-The bytes of all tokens are scanned as one text, and offsets map back to tokens. So only the end of
-one fused token is decoded and encoded again. A malformed answer is data, never an error.
+The bytes of all tokens are scanned as one text, and byte offsets map back to tokens. So at most one
+token is encoded again: a token in which the kept prefix ends. A malformed answer never raises an
+error.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def parse_rollout(
         answer_format: the format that the prompt asks for.
 
     Raises:
-        ValueError: `geometry` does not include boxes. No answer raises an error.
+        ValueError: `geometry` does not include boxes. A malformed answer raises no error.
     """
     if GeometryKind.BBOX not in geometry:
         raise ValueError(f"geometry {sorted(geometry)} lacks bbox_2d, which is always read; add it")
@@ -139,7 +140,10 @@ def trim_prefix(
 
 
 def _prefix(response: Response, entries: Sequence[Entry], codec: TokenCodec, empty: str) -> _Prefix:
-    """Cut the answer after its last complete entry; only the token at the cut is replaced."""
+    """Cut the answer after its last complete entry.
+
+    Only a token that the cut divides is replaced. `empty` is the prefix if nothing can be kept.
+    """
     for entry in reversed(entries):
         if entry.value is None:
             continue

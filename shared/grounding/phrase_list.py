@@ -53,15 +53,15 @@ _NO_OBJECT = b"None"
 class _ScannedPhrases:
     container: Container
     open_phrase: str | None
-    """The unclosed phrase at the end of the text, if another box can follow there; empty if such a
-    box would be invalid. None if the text ends elsewhere."""
+    """Name of the unclosed phrase in which the text ends, if another box can follow. Empty if a box
+    there would be invalid. None if the text does not end in such a phrase."""
 
 
 def _scan(text: bytes) -> _ScannedPhrases | None:
-    """Find the boxes of all phrases; None if `text` is not blank and does not begin with a phrase.
+    """Find the boxes of all phrases; None if `text` begins with something other than a phrase.
 
-    Entries are the non-empty texts between commas, except `None`. The last entry of an unclosed
-    phrase counts only if it has four coordinates.
+    A blank text is an answer without objects. Entries are the non-empty texts between commas,
+    except `None`. The last entry of an unclosed phrase counts only if it has four coordinates.
     """
     if _BLANK.fullmatch(text) is not None:
         return _ScannedPhrases(Container((), closed=True), None)

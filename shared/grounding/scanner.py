@@ -87,7 +87,7 @@ def plain_entries(text: bytes, position: int, *, first: bool) -> tuple[list[Entr
     """Return the plain entries that begin at `position`, and the offset of their end.
 
     A plain entry has a key without escapes, one `desc` and one array of coordinate tokens.
-    `position` is after the container's opening bracket (`first`) or after an entry.
+    `position` is after the container's opening bracket if `first` is true, else after an entry.
     """
     entries: list[Entry] = []
     pattern = _FIRST_ENTRY if first else _NEXT_ENTRY
@@ -278,7 +278,7 @@ class _Scan:
 def read_lexeme(text: bytes, position: int) -> tuple[bytes, int, int] | None:
     """Return the next JSON symbol of a text and its half-open span.
 
-    A nested object counts as one symbol. None if the text ends inside the symbol.
+    A nested object counts as one symbol. Return None if the text ends before the symbol does.
     """
     found = _LEXEME.match(text, position)
     if found is None:

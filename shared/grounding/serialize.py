@@ -33,7 +33,7 @@ class ObjectLayout:
     value: tuple[int, int]
     """Span of the object `{...}` with its braces.
 
-    In a phrase list: of the coordinates of a box; for a phrase's first box, also of the name.
+    In a phrase list: span of a box's coordinates; for a phrase's first box, it begins at the name.
     """
     desc: tuple[int, int]
     """Span of the name without quotes; empty if the object shares an earlier object's name."""
@@ -48,7 +48,8 @@ class SerializedText:
     text: str
     objects: tuple[ObjectLayout, ...]
     closing: tuple[int, int]
-    """Byte span of the answer's closing bracket, or of the last phrase's end; may be empty."""
+    """Byte span of the answer's closing bracket, or of the token that closes the last phrase; empty
+    if there is neither."""
 
 
 class AnswerFormat(ABC):
@@ -70,7 +71,7 @@ class AnswerFormat(ABC):
     markup_tokens: ClassVar[tuple[str, ...]] = ()
     """The other special tokens of the format, which names of objects must not contain."""
     names_each_object: ClassVar[bool] = True
-    """Whether a name is written for every object; else several objects may share a name."""
+    """Whether a name is written for every object; else objects may share one written name."""
     geometry: ClassVar[frozenset[GeometryKind]] = frozenset({GeometryKind.BBOX})
     """Kinds of shapes (boxes, polygons, points) that the format can write."""
 
@@ -78,7 +79,8 @@ class AnswerFormat(ABC):
     def scan(self, text: bytes) -> Container | None:
         """Find the complete entries of an answer, valid objects or not.
 
-        None if the answer does not begin with a JSON object or list.
+        Return None if the answer does not begin with a container of this format, such as a JSON
+        object or list.
         """
 
     @abstractmethod
@@ -117,13 +119,13 @@ class AnswerFormat(ABC):
         return self.opening
 
     def for_pictures(self, resize: PictureResize) -> Self:  # noqa: ARG002
-        """Return this answer format for a model that resizes its images in this way."""
+        """Return this answer format for a model whose processor resizes images with `resize`."""
         return self
 
     def of(self, sample: Sample) -> Self:  # noqa: ARG002
         """Return this answer format for answers about one sample.
 
-        They differ between samples if coordinates are in pixels of the image.
+        It depends on the sample only if coordinates are in pixels of the image.
         """
         return self
 
@@ -144,16 +146,16 @@ class AnswerFormat(ABC):
         return tuple(map(str, bins))
 
     def longest_append(self, objects: Sequence[GroundTruthObject]) -> SerializedText:
-        """Append the objects to the prefix of an answer that makes the appended text longest.
+        """Return the longest text with which these objects can be appended to an answer.
 
-        The result bounds the length of a training target.
+        Its length limits the length of a training target.
         """
         return self.layout_append(self.empty_prefix, objects, start_index=1)
 
     def choice_to_go_on(self, text: bytes, value: tuple[int, int]) -> int:
-        """Return the byte offset at which an answer chose another object instead of ending.
+        """Return the byte offset at which an answer continued with an object instead of ending.
 
-        `value` is the byte span of that object in the answer's text.
+        `value` is the byte span of this object in the answer's `text`.
         """
         before = text[: value[0]].rstrip(b" \t\n\r")
         return len(before) - 1 if before.endswith(b",") else value[0]
@@ -192,7 +194,8 @@ def layout_append(
 
     Raises:
         ValueError: `prefix_text` is not an open top-level object that ends in `{`, `,` or `}`, or
-            it ends in `,` and `objects` is empty. As in the parser, only braces and strings count.
+            it ends in `,` and `objects` is empty. To find this out, only braces and strings are
+            read, as in the parser.
     """
     last = prefix_text.rstrip(" \t\n\r")[-1:]
     if last not in ("{", ",", "}") or not is_open_container(prefix_text.encode(errors="replace")):
@@ -202,7 +205,10 @@ def layout_append(
         )
     if last == "," and not objects:
         behind = prefix_text[-40:]
-        raise ValueError(f"cannot close after {behind!r}: remove the comma, or append an object")
+        raise ValueError(
+            f"cannot close the JSON object after {behind!r}, which ends in a comma: remove the"
+            " comma, or pass an object to append"
+        )
     return _layout(", " if last == "}" and objects else "", objects, start_index, field_order)
 
 

@@ -54,13 +54,14 @@ _BEHIND = re.compile(_PUNCTUATION)
 class Leaf(NamedTuple):
     """A JSON value that is not an array or object: string, coordinate token, number or literal.
 
-    The span is half-open, in bytes of the text of the object that contains it, without quotes.
+    `start` and `end` are its half-open span in the text of the JSON object that contains it. The
+    span counts bytes and does not include quotes.
     """
 
     start: int
     end: int
     quoted: bool
-    """Whether it is a JSON string."""
+    """Whether the value is a JSON string."""
     coord: int | None
     """Index of the coordinate token if the value is exactly one coordinate token, else None."""
 
@@ -199,7 +200,7 @@ def validate_entry(
 
 
 def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
-    """Return the object of a plain entry; None if the entry needs the full validation."""
+    """Return the object of a plain entry; None if only `_validate_members` can decide."""
     raw = response.text[slice(*plain.desc)]
     coords = response.coords_in(plain.array)
     positions = response.coord_positions[coords]
@@ -219,7 +220,7 @@ def _plain_value(plain: PlainFields, response: Response) -> ValidValue | None:
 def _validate_members(
     entry: Entry, response: Response, known: frozenset[GeometryKind]
 ) -> ValidValue | DropReason:
-    """Validate an entry, plain or not; `known` are the kinds whose keys are allowed."""
+    """Validate an entry, plain or not; `known` are the kinds of shapes whose keys are allowed."""
     if entry.value is None or not entry.separated:
         return DropReason.MALFORMED
     raw = response.text[slice(*entry.value)]
@@ -319,8 +320,8 @@ def is_utf8(data: bytes) -> bool:
 class Response:
     """A model's answer as tokens and as bytes, with a mapping from bytes back to tokens.
 
-    It ends before `<|im_end|>`. The lists `coord_...` have one element per coordinate token, at any
-    place in the answer.
+    The answer ends before `<|im_end|>`. The lists `coord_...` have one element per coordinate
+    token, at any place in the answer.
     """
 
     token_ids: list[int]
@@ -353,7 +354,10 @@ class Response:
         return cls(kept, text, ends, positions, coord_ends, coord_bins)
 
     def coords_in(self, span: tuple[int, int]) -> slice:
-        """Return the slice of the lists `coord_...` with the tokens that end in a byte span."""
+        """Return the slice of the lists `coord_...` for the coordinate tokens that end in a span.
+
+        `span` is a half-open byte span of the answer.
+        """
         return slice(bisect_right(self.coord_ends, span[0]), bisect_right(self.coord_ends, span[1]))
 
     def coord_spans(self, span: tuple[int, int]) -> dict[tuple[int, int], int]:

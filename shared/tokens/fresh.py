@@ -1,8 +1,9 @@
 """A file in a checkpoint's folder that names tokens with new, untrained embeddings.
 
-`rollmatch add-coord-tokens` writes the file. A run with an adapter does not train the embeddings,
-except these rows. So it copies the file to its checkpoints. A run that trains the embeddings needs
-no file, and its checkpoints have none.
+`rollmatch add-coord-tokens` writes the file. A run with an adapter trains only these tokens' rows
+of the embeddings. The run copies the file to its checkpoints, so that a run that starts with such a
+checkpoint trains the rows too. A run that trains all embeddings needs no file, and its checkpoints
+have none.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ class HFTokenCodec:
     Raises:
         MissingTokensError: the tokenizer has no `end_of_turn`, or lacks tokens of the answer
             format.
-        ValueError: it is not byte-level, or encodes a coordinate token as several tokens.
+        ValueError: the tokenizer is not byte-level, or encodes a coordinate token as several
+            tokens.
     """
 
     def __init__(
@@ -148,7 +149,9 @@ class HFTokenCodec:
         self.special_ids = frozenset(special) - self._coord_bins.keys()
         """Ids of special tokens (turns, images, padding, markup), without coordinate tokens."""
         self.control_ids = self.special_ids | control_tokens(tokenizer).keys()
-        """These and the other `control_tokens`; text to be learned must not contain them."""
+        """Ids of all tokens that text to be learned must not contain: `special_ids`, and the ids of
+        the other `control_tokens`.
+        """
 
     def piece_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a token; empty if the id is not in the vocabulary."""

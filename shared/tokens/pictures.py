@@ -1,9 +1,9 @@
 """How a model family encodes images: inputs of its vision tower, and placeholder tokens.
 
-Qwen-VL resizes an image and cuts it into patches, one row of `pixel_values` each; its grid
-(`image_grid_thw`) gives their number. InternVL cuts it into tiles of one size, each a row [3,
-height, width]; with several tiles it adds one of the whole image. Here tiles have a grid too:
-[tiles, tokens down a tile, tokens across it].
+Qwen-VL resizes an image and cuts it into patches. Each patch is a row of `pixel_values`, and the
+image's grid (`image_grid_thw`) gives the numbers of patches. InternVL cuts an image into tiles of
+one size. Each tile is a row [3, height, width]; if there are several, a tile with the whole image
+follows. Here an image in tiles has a grid too: [tiles, tokens down a tile, tokens across a tile].
 
 Shape legend: I images, R patches or tiles, D patch values (for a tile: 3, height, width).
 """
@@ -31,7 +31,7 @@ _CUT = MappingProxyType({"crop_to_patches": True})
 
 
 class EncodedImages(NamedTuple):
-    """Images encoded as inputs of the model's vision tower: patches or tiles, and their numbers.
+    """Images encoded as inputs of the vision tower: patches or tiles, and the grid of each image.
 
     Example: images of 8 x 8 and 4 x 4 patches have R = 80 and the grid [[1, 8, 8], [1, 4, 4]];
     images of 7 and 4 tiles with 16 x 16 tokens have R = 11 and the grid [[7, 16, 16], [4, 16, 16]].
@@ -68,7 +68,8 @@ class Pictures:
     def token_id(self) -> int:
         """Id of the placeholder token of images.
 
-        A request has one placeholder per image. An expanded prompt has one per token of the image.
+        A request has one placeholder per image. An expanded prompt has one placeholder per token of
+        the image.
         """
         return int(self._processor.image_token_id)
 

@@ -7,10 +7,10 @@ A sequence here is the generated tokens of an answer, without the prompt. Once i
 - its last tokens are the same `ngram_size` tokens, `ngram_repeats` times back to back, or
 - more than `max_object_keys` keys `object_{n}` are complete in it.
 
-Then its next token is set to its stop token instead of being sampled. Repetitions that begin before
-`min_new_tokens` count with their whole length, unless they are over by then. The rule depends only
-on the tokens, so transformers, vLLM and the receiver of an answer find the same end
-(`mark_forced`).
+Then the sequence's next token is not sampled: it is set to the stop token. A repetition that begins
+before token `min_new_tokens` counts with its whole length, if it still lasts at that token. The
+rule depends only on the tokens, so transformers, vLLM and the receiver of an answer find the same
+end (`mark_forced`).
 
 An automaton over bytes counts the keys, however tokens split them, so nothing is decoded. A key is
 `"object_`, one or more digits, `"`, any JSON whitespace and `:`; it counts at its colon.
@@ -37,8 +37,8 @@ _NUMBER = len(_OPENING)
 _DIGITS = _NUMBER + 1
 _CLOSED = _NUMBER + 2
 _SPACED = _NUMBER + 3
-"""States after the opening, a digit, the closing quote, whitespace. Lower ones: the number of bytes
-of the opening that were read."""
+"""The states `_NUMBER` to `_SPACED` follow the opening, a digit, the closing quote and whitespace.
+A lower state is the number of bytes of the opening that were read."""
 START = 0
 NUM_STATES = _SPACED + 1
 
@@ -66,7 +66,8 @@ FOUND = np.array([[found for _, found in row] for row in _STEPS], dtype=np.uint8
 class ObjectKeys:
     """Counts the JSON keys `object_{n}` in an answer, token by token, with a finite automaton.
 
-    It holds no answer: the caller keeps the automaton's state. The step of each token is cached.
+    It holds no answer: the caller keeps the automaton's state. The result of `step` is cached for
+    each state and token.
     """
 
     def __init__(self, piece_bytes: PieceBytes) -> None:
@@ -189,9 +190,11 @@ class RepeatGuard:
         self._keys = rule.object_keys
         self._tokens: list[int] = []
         self._run = 0
-        """Number of equal tokens at the end."""
+        """Number of equal tokens at the end of the answer so far."""
         self._num_periodic = 0
-        """Number of tokens at the end that equal the token `ngram_size` before them."""
+        """Number of tokens at the end of the answer so far of which each equals the token
+        `ngram_size` places earlier.
+        """
         self._key_state = START
         self._num_keys = 0
 
@@ -234,7 +237,7 @@ def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
             f"sample {rollout.sample_id} repeats itself after {length} tokens but continues to"
             f" {len(rollout.response_token_ids)}: the repeat guard"
             " (rollout_matching.repeat_terminate) was not active, or had other settings. If another"
-            " run uses this server, give each run its own; else report this with error.txt",
+            " run uses this server, give each run its own server; else report this with error.txt",
             actor=rollout.actor,
             phase="generate",
         )

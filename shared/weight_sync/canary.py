@@ -1,15 +1,16 @@
 """The canary: a test prompt that checks an engine's weights after a sync (decision 38).
 
-Learner and engine compute the log-probabilities of its tokens, which must agree.
+Learner and engine compute the log-probabilities of the prompt's tokens, which must agree.
 
-In float32 correct weights of small models differ by 3e-6, of larger ones by more, and no token may
-differ by more than 1e-4 or, if that is larger, `BOUND_OVER_NOISE` times the noise below. In
-bfloat16 both sides round every logit, and a few of many tokens differ by much. There the *mean*
-difference has a bound, and so has the *share* of tokens that differ by more than a second bound.
-The effect of rounding for this model and hardware is measured: at version 0 both sides hold the
-checkpoint, so their difference is noise. Later syncs may differ by `BOUND_OVER_NOISE` times the
-noise, but never by more than the usual bounds. These catch a fault that already existed when the
-noise was measured, and raised it.
+In float32, with correct weights, the log-probabilities of a token differ by 3e-6 in small models,
+and by more in larger models. No token may differ by more than 1e-4 or, if that is larger,
+`BOUND_OVER_NOISE` times the noise (explained below). In bfloat16 both sides round every logit, and
+a few of many tokens differ by much. There the *mean* difference has a bound, and so has the *share*
+of tokens that differ by more than a second bound. The effect of rounding for this model and
+hardware is measured: at version 0 both sides hold the checkpoint, so their difference is noise.
+Later syncs may differ by `BOUND_OVER_NOISE` times the noise, but never by more than the usual
+bounds. The usual bounds catch a fault that already existed when the noise was measured, and made
+the noise larger.
 
 In bfloat16 this detects faults that move log-probabilities by several times the noise: exchanged
 layers, a stale head, a missing share of an engine, weights fifty steps old (all in
@@ -177,7 +178,7 @@ class CanaryProbe:
 
     @property
     def needs_noise(self) -> bool:
-        """Whether the noise should be measured at version 0: it bounds later differences."""
+        """Whether to measure the noise at version 0; it bounds the differences of later syncs."""
         return self.noise is None and (self.tolerance is None or self.is_raised_by_noise)
 
     def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:
@@ -187,9 +188,9 @@ class CanaryProbe:
     def measure(self, actor: str, scores: Scores) -> Differences | None:
         """Return the differences of an engine with the same checkpoint: the noise of rounding.
 
-        `actor` names the engine. None if it is larger than rounding can explain: then the engine
-        has a fault or other weights. Raises WeightSyncError if the engine expanded the prompt
-        differently.
+        `actor` names the engine. Returns None if the differences are larger than rounding can
+        explain: then the engine has a fault or other weights. Raises WeightSyncError if the engine
+        expanded the prompt differently.
         """
         expanded_token_ids, logprobs = scores
         self._check_tokens(actor, expanded_token_ids)
@@ -212,8 +213,9 @@ class CanaryProbe:
         """Check, after `check`, that an engine applies the adapter that it has received.
 
         `adapted` and `base` are the engine's results with and without the adapter. Return the
-        slope: the adapter's effect in the engine relative to its effect in the learner. None if the
-        effect is too small. Raises WeightSyncError if the slope is too far from 1.
+        slope: the adapter's effect in the engine divided by its effect in the learner. Return None
+        if the adapter's effect is too small to measure. Raises WeightSyncError if the slope is too
+        far from 1.
         """
         assert self.base_logprobs is not None, "an adapter's probe needs base_logprobs"
         self._check_agreement(
@@ -280,7 +282,7 @@ class CanaryProbe:
         return self.expected_logprobs
 
     def _bounds(self) -> tuple[float, float]:
-        """Return the maximum mean, and the difference above which a token counts."""
+        """Return the maximum mean difference, and the difference above which a token is counted."""
         if self.tolerance is not None:
             noise = 0.0 if self.noise is None else self.noise.largest
             return math.inf, max(self.tolerance, BOUND_OVER_NOISE * noise)

@@ -74,7 +74,7 @@ class BucketChecksum:
 def cached_sums(words_RS: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the sums of all rows [R], and of the columns of each block [B, SIDE].
 
-    The last block may have fewer rows. It takes one pass over the memory: 0.05 s for a gigabyte.
+    The last block may have fewer rows. The function reads the memory once: 0.05 s for a gigabyte.
     """
     rows_R = np.empty(len(words_RS), np.int64)
     columns_BS = np.empty((-(-len(words_RS) // SIDE), SIDE), np.int64)
@@ -105,12 +105,12 @@ class ChecksummedWeights:
     """Name and contiguous tensor of each weight, in the order of `terms`."""
     terms: FullOffer
     logprobs: Callable[[], Sequence[float]] | None = None
-    """Returns the learner's log-probabilities of the canary, if the terms include them.
+    """Returns the learner's log-probabilities of the canary, if `terms` has a place for them.
 
     It is called after the last weight.
     """
     gather_s: float = field(init=False, default=0.0)
-    """Seconds that `weights` has needed to make its tensors."""
+    """Seconds that the iterable `weights` has needed to make its tensors."""
     verify_s: float = field(init=False, default=0.0)
     """Seconds that the checksums have needed."""
 

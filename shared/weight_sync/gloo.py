@@ -62,7 +62,10 @@ class _Member:
         self._group.set_timeout(timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Start a broadcast from rank 0; `tensor` is in use until its `wait` returns."""
+        """Start a broadcast of `tensor` from rank 0.
+
+        The tensor is in use until the matching `wait` returns.
+        """
         options = BroadcastOptions()
         options.rootRank = 0
         self._under_way.append(self._group.broadcast([tensor], options))
@@ -95,8 +98,8 @@ class GlooSender:
     """The learner's end of the gloo transport: rank 0 of every process group.
 
     Groups are kept from one weight sync to the next. Shared memory holds all weights, so the sender
-    does not wait until a bucket has been read. It is allocated when the first group on this machine
-    has formed, and freed with the groups.
+    does not wait until a bucket has been read. The memory is allocated when the first group on this
+    machine has formed, and freed with the groups.
     """
 
     def __init__(self, terms: FullOffer, listening: list[socket.socket]) -> None:
@@ -161,7 +164,7 @@ class GlooSender:
 
 
 class _RankZero(_Member):
-    """Rank 0's membership."""
+    """Rank 0's membership in a gloo group: the learner's end of the group."""
 
     def __init__(
         self,
@@ -171,11 +174,12 @@ class _RankZero(_Member):
         timeout: timedelta,
         shared: Callable[[], SharedMemory | None],
     ) -> None:
-        """Create the group; return when all receivers have joined. `joining` limits the wait.
+        """Create the group; return when all receivers have joined. `joining` limits this wait.
 
         Args:
             timeout: limit of every later wait.
-            shared: called only if all receivers are on this machine.
+            shared: returns the shared memory, or None; called only if all receivers are on this
+                machine.
         """
         store = TCPStore(
             group.host,
@@ -205,7 +209,7 @@ class _RankZero(_Member):
             raise
 
     def send(self, packed: torch.Tensor) -> None:
-        """Start sending; `packed` is in use until the matching `wait` returns."""
+        """Start to send a packed bucket; `packed` is in use until the matching `wait` returns."""
         self.broadcast(self._one_byte if self.reads_shared else packed)
 
     def _all_accept(self, numbers: Sequence[int]) -> bool:
@@ -260,8 +264,8 @@ class GlooReceiver:
     ) -> Iterator[tuple[tuple[TensorSpec, ...], torch.Tensor]]:
         """Yield each bucket's tensors and its bytes, while the next bucket is on its way.
 
-        A tensor begins in the bytes where `offsets` says. The bytes do not change until the next
-        weight sync.
+        `shared.weight_sync.offer.offsets` gives the byte at which each tensor begins. The bytes do
+        not change until the next weight sync.
         """
         arriving: deque[tuple[tuple[TensorSpec, ...], torch.Tensor]] = deque()
         begin = 0

@@ -19,7 +19,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CHECKSUMS = "rollmatch.checksums"
 """Name of the tensor with the checksums, one int64 per bucket, which is sent after the weights.
 
-It is sent as bytes, like `CANARY`, because vLLM's packing puts a tensor at any byte.
+It is sent as bytes, like `CANARY`, because vLLM's packing does not align tensors: an int64 tensor
+could begin at any byte.
 """
 CANARY = "rollmatch.canary"
 """Name of the tensor with the canary's log-probabilities (float64), sent after the checksums."""
@@ -93,7 +94,7 @@ class FullOffer:
     timeout_s: float
     """Limit of each phase of the sync except joining the groups (`timeouts.sync_phase_s`)."""
     bucket_bytes: int
-    """A bucket ends with the tensor that makes it larger than this."""
+    """A bucket ends with the tensor that makes the bucket larger than this number of bytes."""
     tensors: tuple[TensorSpec, ...]
     """The weights, in the order of sending."""
     num_logprobs: int = 0
@@ -128,7 +129,7 @@ class FullOffer:
 
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
-    """An offer that contains a LoRA adapter, which is small enough to send with the call.
+    """An offer that contains a LoRA adapter, which is small enough to be sent in the offer itself.
 
     It is plain data, without pickle.
     """
@@ -163,7 +164,7 @@ def buckets(tensors: tuple[TensorSpec, ...], bucket_bytes: int) -> Iterator[tupl
 def offsets(bucket: tuple[TensorSpec, ...], alignment: int = 16) -> list[int]:
     """Return the byte offset of each tensor in a packed bucket, followed by the bucket's size.
 
-    All are multiples of `alignment`.
+    All offsets and the size are multiples of `alignment`, in bytes.
     """
     # Aligned, so that tensors of any dtype can follow each other.
     starts = [0]

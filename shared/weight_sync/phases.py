@@ -233,8 +233,9 @@ def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -
     """Make one offer and wait for both sides.
 
     A side that fails leaves the group, which ends the other side's wait. This function waits a few
-    seconds for that, so that it raises the receiver's error with the sender's as its cause. A
-    LearnerError comes first: the receivers' errors then only follow from it.
+    seconds for that, so that it can raise the receiver's error with the sender's error as its
+    cause. If the learner failed, its LearnerError is raised instead, because the receivers' errors
+    only follow from it.
     """
     offer = learner.offer_weights(again=again)
     receiving = rollouts.receive_weights(offer)

@@ -1,6 +1,6 @@
 """Memory shared by processes of one machine, for weights that a weight sync sends.
 
-It has no name in the file system, so it is freed even if its processes are killed.
+The memory has no name in the file system, so it is freed even if its processes are killed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ CONTAINER = Path("/sys/fs/cgroup")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 OWN_PROCESSES = Path("/proc/self/ns/pid")
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""Seals of the memory that fix its size.
+"""Seals (memfd) that fix the size of the memory.
 
-Reading a page that no longer exists would kill the process.
+Without them the size could shrink, and reading a page that no longer exists would kill the process.
 """
 
 
@@ -33,7 +33,8 @@ class Address(NamedTuple):
     process: int
     """Id of the process that created the memory.
 
-    Elsewhere it may be the id of another process: hence `device` and `inode`.
+    On another machine or in another container, the id may be of another process. `device` and
+    `inode` show this.
     """
     descriptor: int
     num_bytes: int
@@ -45,7 +46,11 @@ class Address(NamedTuple):
         return Path(f"/proc/{self.process}/fd/{self.descriptor}")
 
     def is_of(self, descriptor: int) -> bool:
-        """Return whether this open file is the memory at the address, with its original size."""
+        """Return whether the open file `descriptor` is the shared memory that this address names.
+
+        The file must be the same, have the size in the address, belong to this user, and have
+        `SEALS`.
+        """
         found = os.fstat(descriptor)
         return (
             (found.st_dev, found.st_ino, found.st_size) == (self.device, self.inode, self.num_bytes)
@@ -62,7 +67,7 @@ class SharedMemory:
     """Shared memory mapped into this process, for as long as something refers to `memory`."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map an open file, and become its owner.
+        """Map the open file `descriptor` into memory, and become the owner of the file.
 
         Raises OSError, and leaves the file open, if it cannot be mapped.
         """
@@ -72,9 +77,9 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory | None:
-        """Allocate shared memory; None if that fails.
+        """Allocate shared memory of `num_bytes`; None if that fails.
 
-        Also None if less than twice as much memory is available.
+        Also None if less than twice `num_bytes` of memory is available.
         """
         if available_bytes() < 2 * num_bytes:
             return None
@@ -124,8 +129,8 @@ class SharedMemory:
 def this_machine() -> tuple[int, ...]:
     """Return an id that is equal in all processes that can open each other's shared memory.
 
-    It identifies the boot and the container. Zeros if the system has no such ids: then a process
-    must try to open the memory.
+    The id identifies the boot and the container. It is zeros if the system has no such ids. Then
+    only an attempt to open the memory shows whether it can be opened.
     """
     try:
         boot = uuid.UUID(BOOT_ID.read_text().strip())

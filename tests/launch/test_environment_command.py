@@ -113,7 +113,7 @@ def test_a_text_model_of_another_family_is_checked_served_synced_and_saved(
     ]
     run = start_command(tmp_path, model, None, *changes, experiment="env_3v1")
     assert run.process.wait(timeout=300) == 0, run.output
-    (within,) = re.findall(r"its segments alone within (\S+)", run.output)
+    (within,) = re.findall(r"segments, computed separately, within (\S+)", run.output)
     assert float(within) < 1e-5
     steps = run.lines("metrics.jsonl")
     assert [line["weight_version"] for line in steps] == [1, 2]

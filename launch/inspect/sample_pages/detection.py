@@ -93,7 +93,9 @@ class Canvas:
         return [_data_uri(data) for data in self.images]
 
     def draw(self, kind: str, bins: Sequence[int], style: ShapeStyle) -> DrawnShape:
-        """Draw an object as SVG. Bin k of W pixels is the centre of pixel `k / 999 * (W - 1)`.
+        """Draw an object as SVG.
+
+        Bin k along a side of W pixels is the centre of pixel `k / 999 * (W - 1)`.
 
         `bins` are x1, y1, x2, y2 of a box; x, y per vertex; or x, y of a point (drawn as a cross).
         """
@@ -261,7 +263,7 @@ class _Trimmed(NamedTuple):
 
     predictions: Sequence[int] = ()
     num_dropped: int = 0
-    """How many of the reading's last dropped entries were cut off too."""
+    """Number of dropped entries that were cut off too: the last ones in `reading.dropped`."""
 
 
 def _trimmed(reading: ReadingEntry | None) -> _Trimmed:
@@ -271,14 +273,17 @@ def _trimmed(reading: ReadingEntry | None) -> _Trimmed:
 
 
 def _overrides(target: TargetEntry) -> Sequence[LabelOverrideEntry]:
-    """Return the label overrides of a target, if its log line has them."""
+    """Return the label overrides of a target; empty if the log line has none."""
     if "label_overrides" in target:
         return target["label_overrides"]
     return ()
 
 
 def _taught_names(target: TargetEntry, codec: TokenCodec) -> dict[int, str]:
-    """Return, by prediction, the token taught at the first difference of its name."""
+    """Return, by index of the prediction, the text of the token that is taught to correct its name.
+
+    The token replaces the first wrong one. Only names of matched objects are corrected.
+    """
     of_names = {
         position
         for start, stop, role, _ in target["supervision"]
@@ -318,7 +323,10 @@ def _legend_rows(target: TargetEntry) -> list[LegendRow]:
 
 
 def _token_runs(target: TargetEntry, num_prefix: int, codec: TokenCodec) -> list[TokenRun]:
-    """Return the runs of equal supervision, also split after `num_prefix` kept tokens."""
+    """Return the target's tokens in stretches of equal supervision.
+
+    A stretch is also split after the first `num_prefix` tokens, the kept prefix of the answer.
+    """
     aims = dict(zip(target["coord_positions"], target["coord_targets"], strict=True))
     labels = {one["position"]: one["token_id"] for one in _overrides(target)}
     total = sum(weight * (stop - start) for start, stop, _, weight in target["supervision"])

@@ -1,7 +1,7 @@
 """Renders the templates of launch/templates as HTML, with all texts escaped.
 
-Every `{{ value }}` of a template passes through `inline`. Within the quotes of an attribute it
-needs the filter `attribute`.
+Every `{{ value }}` of a template passes through `inline`. A value within the quotes of an attribute
+also needs the filter `attribute`.
 """
 
 from __future__ import annotations

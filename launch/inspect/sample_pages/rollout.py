@@ -56,7 +56,7 @@ class ToolCall(NamedTuple):
 class ContentPart(NamedTuple):
     text: str
     is_type: bool
-    """Whether `text` is the type of a part without text, such as an image."""
+    """Whether `text` is only the type of a part that has no text, such as an image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class RolloutPage:
 
 
 def advantages(example: ExampleEntry) -> Sequence[float | None]:
-    """Return the advantage of every token of a training example, [L]; None without a score."""
+    """Return the advantage of every token of a training example, [L]; None if not scored."""
     by_token = example["token_advantages"]
     return [example["advantage"]] * len(example["token_ids"]) if by_token is None else by_token
 
@@ -217,7 +217,7 @@ def _part(part: object) -> ContentPart:
 
 
 def _tool_call(call: object) -> ToolCall:
-    """Return a view of a call: usually JSON text, but environments may use other values."""
+    """Return a view of a tool call: usually JSON text, but environments may use other values."""
     parsed = call
     if isinstance(call, str):
         try:

@@ -1,6 +1,6 @@
 """Makes data and models: `rollmatch demo WHAT --out FOLDER`. WHAT is data, crowded, model,
-crowded-model, language-model or trained. `rollmatch demo picture --run RUN` draws a run, and
-`rollmatch demo compare RUN RUN` shows which run ended better.
+crowded-model, language-model or trained. `rollmatch demo picture --run RUN` draws a run's answers
+to held-out scenes. `rollmatch demo compare RUN RUN` shows which run ended better.
 
 Folders that were made from the same arguments are kept. `rollmatch demo WHAT --help` lists options.
 """

@@ -1,11 +1,11 @@
 """Makes the model of the crowded scenes: the demo's model with a pre-trained vision tower.
 
-From random weights, a run learns places but no names: only one token in twenty belongs to a name,
-and its gradient reaches the tower through the whole language model. So the tower is trained first,
-with labels for every image token: its digit, the distances to the digit's edges, the token's
-position, and the box as the model's own coordinate tokens. Linear heads predict the labels from the
-inputs of the language model (the tower's output and deepstack features), and are then discarded.
-docs/explanation/evidence.md has the figures.
+From random weights, a run learns the digits' places but not their names: only one token in twenty
+belongs to a name, and the gradient of a name reaches the tower through the whole language model. So
+the tower is trained first, with labels for every image token: its digit, the distances to the
+digit's edges, the token's position, and the box as the model's own coordinate tokens. Linear heads
+predict the labels from the inputs of the language model (the tower's output and deepstack
+features), and are then discarded. docs/explanation/evidence.md has the figures.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ TEXT_SETTINGS = {
     },
 }
 """Settings of the language model. Finding one digit among many needs more layers and wider heads
-than the demo (docs/explanation/evidence.md)."""
+than the demo's model has (docs/explanation/evidence.md)."""
 BATCH = 8
-"""Scenes per update. The number of updates matters more (docs/explanation/evidence.md)."""
+"""Scenes per update. The number of updates matters more than this size
+(docs/explanation/evidence.md).
+"""
 LEARNING_RATE = 2e-3
 LR_WARMUP_STEPS = 30
 MIN_LR_RATIO = 0.05
@@ -57,7 +59,7 @@ class DenseLabels(NamedTuple):
     """The labels of a scene's image tokens, in order, for training the vision tower."""
 
     digit: np.ndarray
-    """[TOKENS * TOKENS] index into `NAMES`, or `NOTHING`."""
+    """[TOKENS * TOKENS]: index into `NAMES` of the token's digit, or `NOTHING`."""
     edges: np.ndarray
     """[TOKENS * TOKENS, 4] float32: distances from the token's centre to the digit's left, upper,
     right and lower edge. The unit is the largest digit's side."""

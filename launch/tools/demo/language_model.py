@@ -21,7 +21,7 @@ from rollout_actors.environments.examples import copy_digits, hidden_digit
 
 HIDDEN = 128
 HEAD_SIZE = 32
-"""The smallest attention head that vLLM supports on CPU."""
+"""Size of an attention head: the smallest that vLLM supports on CPU."""
 MAX_LENGTH = 512
 
 PAD = "<|endoftext|>"
@@ -69,7 +69,10 @@ TOOL_CALL = '<tool_call>{"name": "peek", "arguments": {}}</tool_call>'
 
 
 def tokenizer_texts(*, tools: bool) -> Iterator[str]:
-    """Yield texts with all words that the demo needs; `tools`: of the demo with a tool."""
+    """Yield texts with all words that a demo environment needs.
+
+    `tools`: the environment `hidden_digit`, which has a tool; else `copy_digits`.
+    """
     yield from ("system\n", "user\n", "assistant\n")
     if tools:
         environment = hidden_digit.load_environment()
@@ -83,7 +86,8 @@ def tokenizer_texts(*, tools: bool) -> Iterator[str]:
 def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
     """Return the demo's tokenizer: special tokens, then a token per word of `tokenizer_texts`.
 
-    Any other word becomes the unknown token. `tools`: of the demo with a tool.
+    Any other word becomes the unknown token. `tools`: the tokenizer for the environment with a
+    tool.
     """
     words = [piece for text in tokenizer_texts(tools=tools) for piece in re.findall(PIECES, text)]
     distinct = dict.fromkeys((*SPECIAL_TOKENS, *words))
@@ -132,7 +136,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 def make_demo_lm(out: Path, *, seed: int, tools: bool = False) -> bool:
     """Write the language model's checkpoint to the folder `out` with `make_once`.
 
-    `tools`: the model of the demo with a tool. Return whether the folder is new.
+    `tools`: the model for the environment with a tool. Return whether the folder is new.
     """
 
     def make(folder: Path) -> None:

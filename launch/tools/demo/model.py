@@ -36,8 +36,8 @@ MERGE = 2
 TEMPORAL_PATCH = 2
 HIDDEN = 128
 INITIALIZER_RANGE = 0.06
-"""Standard deviation of random weights, close to 1 / sqrt(HIDDEN). With transformers' 0.02 the
-weights would first have to grow."""
+"""Standard deviation of random weights, close to 1 / sqrt(HIDDEN). With transformers' default of
+0.02, training would first have to make the weights larger."""
 MAX_LENGTH = 4096
 NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
@@ -82,7 +82,8 @@ CHAT_TEMPLATE = """\
 def tokenizer_texts(prompt: str) -> Iterator[str]:
     """Yield texts with all words that the demo's tokenizer must know: prompt, roles, answers.
 
-    Answers have each geometry and order of fields once.
+    There is one answer for each kind of geometry (box, polygon) with each order of an object's
+    fields.
     """
     yield from ("system\n", "user\n", "assistant\n", "{}", prompt)
     box = GroundTruthObject(kind=GeometryKind.BBOX, bins=(0, 0, 1, 1), desc="")
@@ -95,7 +96,7 @@ def tokenizer_texts(prompt: str) -> Iterator[str]:
 def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with one token for each word of `tokenizer_texts`.
 
-    Special tokens follow, then the coordinate tokens in order.
+    After these tokens come special tokens, and then the coordinate tokens in the order of bins.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -166,7 +167,10 @@ def make_config(
     canvas: int = CANVAS,
     text_settings: Mapping[str, object] = NO_SETTINGS,
 ) -> Qwen3VLConfig:
-    """Return the demo model's configuration; `text_settings` override the language model's."""
+    """Return the demo model's configuration, for scenes of `canvas` x `canvas` pixels.
+
+    `text_settings` replace settings of the language model.
+    """
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,

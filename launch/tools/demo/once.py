@@ -1,4 +1,4 @@
-"""Makes the demo's folders once, atomically, and records the settings they were made from."""
+"""Makes the demo's folders once, atomically, and records the settings that each was made from."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ UNTRAINED: Mapping[Path, Path] = MappingProxyType(
         }.items()
     }
 )
-"""Demo models that take minutes to train, each with an untrained model of equal shape."""
+"""For each demo model that takes minutes to train, an untrained model of equal shape."""
 SETTINGS_FILE = "made_from.json"
-"""File in a folder with the settings that it was made from."""
+"""Name of the file, in each folder, with the settings that the folder was made from."""
 
 
 def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path], None]) -> bool:
@@ -77,10 +77,10 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
 
 
 def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
-    """Run `launch.train` with these overrides in the folder `out`; return whether it is new.
+    """Run `launch.train` with these overrides in the folder `out`; return whether the run is new.
 
     Raises:
-        ConfigError: the run failed. It has printed the reason.
+        ConfigError: the run failed, and has printed the reason.
     """
 
     def train(folder: Path) -> None:
@@ -97,13 +97,14 @@ def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
 def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> None:
     """Make the model and the data of a shipped experiment if their folders do not exist.
 
-    Only paths of `DEMO_FOLDERS`, as written in `conf/`, are made, and never the user's own paths.
+    Only folders of `DEMO_FOLDERS` are made, if the configuration has them as written in `conf/`.
+    The user's own paths are never made.
 
     Args:
         show: called with a line before a folder is made.
 
     Raises:
-        ConfigError: a command failed. It has printed the reason.
+        ConfigError: the command that makes a folder failed. It has printed the reason.
     """
     files = [source.path for split in ("train", "val") for source in config.data.sources(split)]
     if config.environment is not None:
@@ -116,9 +117,9 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
 
 
 def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:
-    """Return the section `model` with an untrained demo model if its own does not exist yet.
+    """Return the section `model`, with an untrained demo model if the named one does not exist yet.
 
-    `UNTRAINED` names a model with the same shape and tokenizer.
+    `UNTRAINED` names the untrained model, which has the same shape and tokenizer.
 
     Args:
         show: called with a line about the replacement.
@@ -128,7 +129,8 @@ def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSe
         return model
     show(
         f"demo      {folder} does not exist: the run trains it first, which takes minutes, with"
-        f" `{_command(folder)}`. The check uses {UNTRAINED[folder]}: the same shape, untrained"
+        f" `{_command(folder)}`. The check uses {UNTRAINED[folder]}, an untrained model of the same"
+        " shape"
     )
     return model.model_copy(update={"path": str(UNTRAINED[folder])})
 

@@ -61,7 +61,7 @@ def draw_run(run: Path, *, num_scenes: int) -> Path:
 
 
 def compare_runs(runs: Sequence[Path]) -> list[str]:
-    """Return a line on each run, and one that names the run of best final class-aware F1.
+    """Return a line on each run, and a line that names the run with the best final class-aware F1.
 
     Raises ConfigError if a run has no held-out report, or has another initial model or other
     held-out scenes than the first run.

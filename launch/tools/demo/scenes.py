@@ -2,7 +2,7 @@
 (docs/explanation/decisions.md, 31).
 
 `make_demo_data`: one to four digits on 96 x 96 pixels, without overlap. `make_crowded_data`: more
-digits on 160 x 160 pixels, with some overlap and clutter. It is the task of
+digits on 160 x 160 pixels, with some overlap and clutter. The crowded scenes are the task of
 docs/explanation/evidence.md: in long answers, a model continues its own mistakes.
 
 The digits come from scikit-learn. The splits have disjoint digits, and validation and test digits
@@ -65,7 +65,7 @@ class DemoGeometry(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Digit:
     scan: np.ndarray
-    """Its pixels, [8, 8] uint8, 0 (paper) to 16."""
+    """The digit's pixels, [8, 8] uint8, 0 (paper) to 16 (ink)."""
     name: str
     """Name of the digit, such as `six`; empty for clutter."""
 
@@ -163,8 +163,8 @@ def _arranged(
 ) -> Scene:
     """Return `count` digits placed on the canvas, in reading order.
 
-    A scene may run out of room. If it is not full after the first number of `max_attempts`, it is
-    started again with the next number.
+    `max_attempts` are numbers of random placements. If that many placements, of which some overlap,
+    do not give `count` digits, a new scene is started with the next number of placements.
     """
     for most in max_attempts:
         scene: Scene = []
@@ -308,8 +308,9 @@ def make_crowded_data(
 ) -> bool:
     """Write `counts` crowded scenes of each split to the folder `out` with `make_once`.
 
-    `fewest`, `most`: digits of a scene. `phrases`: each row has a `phrase`, a name in its scene,
-    and its objects are only the digits of that name. The scenes are the same.
+    `fewest`, `most`: least and greatest number of digits in a scene. `phrases`: each row has a
+    `phrase`, which is the name of a digit in the scene, and its objects are only the digits of that
+    name. The scenes are the same as without `phrases`.
 
     Return whether the folder is new.
     """

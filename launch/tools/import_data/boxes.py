@@ -25,7 +25,7 @@ class BoxOrder(StrEnum):
     XYXY = "xyxy"
     """Upper left and lower right corner."""
     YXYX = "yxyx"
-    """The same corners with y before x, as in TensorFlow."""
+    """Upper left and lower right corner, with y before x, as in TensorFlow."""
     CXCYWH = "cxcywh"
     """Centre, width and height, as in YOLO."""
 
@@ -41,7 +41,7 @@ class BoxUnit(StrEnum):
 
 
 _WHOLE = {BoxUnit.PIXELS: None, BoxUnit.PARTS: 1.0, BoxUnit.THOUSANDTHS: 1000.0}
-"""The number at an image's right and lower border, by unit; None: its size in pixels."""
+"""By unit, the number at an image's right and lower border; None: the image's size in pixels."""
 Box = tuple[float, float, float, float]
 
 
@@ -103,16 +103,21 @@ def is_in_parts(numbers: Sequence[float]) -> bool:
 # reading, and none with the right one.
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How many boxes must leave their image before another reading is considered."""
+    """How many boxes must leave their image, and how far, before another reading is considered.
+
+    They must be at least `least` boxes, and at least the fraction `share` of all boxes.
+    """
 
     far: float
-    """Minimum distance outside, as a fraction of a side."""
+    """Minimum distance of these boxes beyond the border, as a fraction of the image's side."""
     share: float
     least: int
 
 
 _RULES = (_Rule(0.1, 0.2, 1), _Rule(0.03, 0.08, 20))
-"""Few boxes must lie far outside. Of many, a smaller share at a smaller distance is enough."""
+"""A few boxes are enough if they lie far outside. If many boxes lie outside, a smaller share of all
+boxes, at a smaller distance, is enough.
+"""
 _NEAR = 0.02
 _SLACK_PIXELS = 2.0
 _EXPLAINED = 0.9
@@ -120,14 +125,20 @@ _EXPLAINED = 0.9
 
 
 class BoxEvidence:
-    """Detects a wrong order or unit from all boxes of a file and their image sizes."""
+    """Detects that a file's boxes were read in a wrong order or unit.
+
+    It uses all boxes of the file, and the sizes of their images.
+    """
 
     def __init__(self) -> None:
         self._values: defaultdict[BoxReading, array[float]] = defaultdict(lambda: array("d"))
         self._where: defaultdict[BoxReading, list[str]] = defaultdict(list)
 
     def add(self, reading: BoxReading, box: Box, size: tuple[int, int], where: str) -> None:
-        """Record a box that was read with `reading`, and the size of its image, as evidence."""
+        """Record a box that was read with `reading`, and the size of its image, as evidence.
+
+        `where` names the image in messages.
+        """
         self._values[reading].extend((*reading.numbers(box), *size))
         self._where[reading].append(where)
 
@@ -164,7 +175,10 @@ _Found = tuple[np.ndarray, list[BoxReading]]
 
 
 def _in_parts(reading: BoxReading, numbers_N4: np.ndarray, sizes_N2: np.ndarray) -> _Found | None:
-    """Find readings in fractions if nearly all boxes of a file have numbers up to 1."""
+    """Find the readings in fractions that fit, if nearly all boxes of a file have numbers up to 1.
+
+    Return which boxes have such numbers, and the readings; None if too few boxes have them.
+    """
     if reading.unit is not BoxUnit.PIXELS:
         return None
     tiny_N = numbers_N4.max(axis=1) <= 1
@@ -180,7 +194,10 @@ def _in_parts(reading: BoxReading, numbers_N4: np.ndarray, sizes_N2: np.ndarray)
 def _misread(
     reading: BoxReading, numbers_N4: np.ndarray, sizes_N2: np.ndarray, rule: _Rule
 ) -> _Found | None:
-    """Find readings that fit both the boxes outside their image and the other boxes."""
+    """Find other readings that fit the boxes outside their image as well as the remaining boxes.
+
+    Return which boxes lie outside, and the readings; None if there is no such reading.
+    """
     wrong_N = _misfits(reading, numbers_N4, sizes_N2, rule.far)
     num_wrong, num_boxes = int(wrong_N.sum()), len(wrong_N)
     if num_wrong < max(rule.share * num_boxes, rule.least):
@@ -200,7 +217,7 @@ def _misread(
 
 
 def _others(reading: BoxReading) -> Iterator[BoxReading]:
-    """Yield other readings, the most likely first."""
+    """Yield all readings with another order or unit, the most likely first."""
     for unit in (reading.unit, *(unit for unit in BoxUnit if unit is not reading.unit)):
         for order in (reading.order, *(order for order in BoxOrder if order is not reading.order)):
             other = replace(reading, order=order, unit=unit)

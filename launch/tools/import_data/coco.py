@@ -161,8 +161,9 @@ def read_annotations(path: Path) -> CocoFile:
     """Read a file of COCO annotations ("instances").
 
     Raises:
-        RecordError: the file cannot be read; an image, a category or every annotation is
-            malformed; an id is repeated; or a used name cannot be learned or has two categories.
+        RecordError: the file cannot be read; an image, a category or every annotation is malformed;
+            an id is repeated; or the name of a used category cannot be learned, or is the name of
+            two used categories.
     """
     remedy = "correct the entry, or remove it"
     file = parse_json(path, CocoFile.model_validate_json, read_bytes(path), remedy)
@@ -202,7 +203,10 @@ def read_annotations(path: Path) -> CocoFile:
 
 
 def distinct_categories(file: CocoFile) -> list[dict[str, object]]:
-    """List a file's categories for the COCO export. Of equal names, the one in use is kept."""
+    """List a file's categories for the COCO export.
+
+    Of several categories with the same name, the one that annotations use is kept.
+    """
     used = {annotation.category_id for annotation in file.readable}
     in_use_last = sorted(file.categories, key=lambda category: category.id in used)
     id_of = {category.name: category.id for category in in_use_last}
@@ -296,7 +300,7 @@ def source_object(
 ) -> SourceObject | ObjectSkip:
     """Convert a COCO annotation to an object, or to a reason to skip it.
 
-    `names` are the names by category id.
+    `names` maps category ids to names. `reading` is how the file writes boxes.
     """
     if annotation.category_id not in names:
         return ObjectSkip.UNKNOWN_CATEGORY
@@ -315,7 +319,10 @@ def source_object(
 def _is_box(
     rings: Sequence[Sequence[float]] | dict[str, object] | None, box: Sequence[float]
 ) -> bool:
-    """Return whether an annotation is only a box, which some tools also write as a ring."""
+    """Return whether an annotation has no mask but its box.
+
+    Some tools write the box of such an annotation as a ring too.
+    """
     if not rings:
         return True
     if isinstance(rings, dict) or len(rings) > 1:

@@ -75,7 +75,7 @@ def require_folder(key: str, path: Path, holds: str) -> None:
 def read_bytes(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_BYTES) -> bytes:
     """Read a file like `read_file`, without its byte order mark. Raises RecordError.
 
-    `limit`: most bytes of the file; `name`: the limit's name, for the error.
+    `limit`: maximum number of bytes; `name`: name of the limit, for the error.
     """
     with readable(path):
         content = read_file(path, name, limit)
@@ -101,7 +101,10 @@ def parse_json(
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """Return the field and the message of pydantic's first problem, and how many others exist."""
+    """Return the field of pydantic's first problem, and a message about it.
+
+    The message also says how many other problems there are.
+    """
     first = error.errors(include_url=False)[0]
     # For unions, `loc` contains the tried type: `list[list[float]]`, `dict[str,any]`.
     keys = tuple(key for key in first["loc"] if isinstance(key, int) or key.isidentifier())
@@ -115,9 +118,9 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 @contextmanager
 def written_once(path: Path) -> Iterator[IO[str]]:
-    """Open a temporary file, which becomes `path` if the `with` block succeeds.
+    """Open a temporary file for writing. It becomes `path` if the `with` block succeeds.
 
-    Otherwise it is removed.
+    If the block fails, the temporary file is removed.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

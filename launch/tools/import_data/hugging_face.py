@@ -144,14 +144,20 @@ class HuggingFaceImport(ImportOptions):
 
 
 def _element(feature: Any) -> Any:
-    """Return the feature of a list's elements, or the feature itself."""
+    """Return the feature of a list's elements; for a feature of another kind, the feature itself.
+
+    A feature is a column's type in the library `datasets`.
+    """
     from datasets import List
 
     return feature.feature if isinstance(feature, List) else feature
 
 
 def _write(content: bytes, folder: Path) -> Path:
-    """Write an image under the digest of its bytes, so that no other image is overwritten."""
+    """Write an image into the folder, and return its path.
+
+    The file's name is the digest of its bytes, so that no other image is overwritten.
+    """
     try:
         with open_picture(content) as picture:
             suffix = (picture.format or "image").lower()

@@ -68,11 +68,13 @@ class SourceObject:
     rings: Sequence[Sequence[float]] | dict[str, object] | None = None
     """Mask: rings x, y, ..., or a mapping with a run-length code."""
     is_turned: bool = False
-    """Whether it is a rotated box: `box` encloses it, and its corners are the only ring."""
+    """Whether the object is a rotated box: `box` encloses it, and its corners are the only ring."""
     unknown_keys: tuple[str, ...] = ()
     """Keys of the annotation that its reader does not know."""
     skip: ObjectSkip | None = None
-    """Why the reader leaves it out. Its box still counts as evidence for the file's box order."""
+    """Why the reader leaves the object out. Its box still counts as evidence for the file's box
+    order.
+    """
 
     def scaled(self, width: float, height: float) -> SourceObject:
         """Return the object with its x multiplied by `width` and its y by `height`."""
@@ -87,7 +89,7 @@ class SourceObject:
 
         Args:
             orientation: EXIF orientation, 1 to 8.
-            width: width of the stored image. The same holds for `height`.
+            width, height: size of the stored image, in pixels.
         """
 
         def turned(x: float, y: float) -> tuple[float, float]:
@@ -137,7 +139,11 @@ class Ignored:
     reason: ObjectSkip
     region: SourceObject
     is_crowd: bool
-    """Like `IgnoredRegion.is_crowd`."""
+    """How it is decided whether a prediction is inside the region.
+
+    True: by the share of the prediction's area in the region (a crowd in COCO). False: by their
+    IoU.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,7 +185,7 @@ class _Frame:
         return self.size[::-1] if self.orientation >= 5 else self.size
 
     def upright(self, found: SourceObject) -> SourceObject:
-        """Return an annotation in pixels of the displayed image."""
+        """Return the annotation with its coordinates in pixels of the displayed image."""
         width, height = self.annotated_size
         is_pixels = self.reading.unit is BoxUnit.PIXELS
         scale = self.reading.pixels_per_unit((width, height))
@@ -199,7 +199,7 @@ def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | I
     """Return the size and orientation of an image, or the reason to skip it.
 
     If the stated size fits only the displayed image and not the stored one, the annotations refer
-    to the displayed image. Otherwise `exif` decides.
+    to the displayed image. Otherwise the option `exif` decides.
     """
     if image.skip is not None:
         return image.skip
@@ -231,7 +231,7 @@ def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | I
 
 
 def _annotation(converted: Converted) -> Annotation:
-    """Return the part of an annotation to keep: its box, and a polygon's ring."""
+    """Return what a row keeps of an annotation: its box, and the ring if it became a polygon."""
     is_polygon = converted.object.kind is GeometryKind.POLY
     return Annotation(converted.source.box, converted.source.rings if is_polygon else None)
 
@@ -241,7 +241,10 @@ def _ignored_regions(
     unlabelled: Sequence[str],
     size: tuple[int, int],
 ) -> list[dict[str, object]]:
-    """Return the ignored regions. For a partly labelled class of LVIS, it is the whole image."""
+    """Return the regions of an image to ignore, as a row of a dataset has them.
+
+    For each partly labelled class of LVIS (`unlabelled`), the whole image is such a region.
+    """
     whole = Annotation((0.0, 0.0, float(size[0]), float(size[1])))
     found = [
         IgnoredRegion(

@@ -134,7 +134,7 @@ _CONTAINERS = frozenset({list, tuple, set, frozenset, dict})
 
 
 def _problem_of(value: Any) -> str | None:
-    """Return what a file of refs may not contain: too many values, or large integers."""
+    """Return the problem of a file of refs (too many values, or large integers), or None."""
     waiting = [value]
     num_values = 1
     while waiting:

@@ -61,11 +61,11 @@ class SourceImage:
     sample_id: str
     path: Path
     objects: Sequence[SourceObject | Ignored | ObjectSkip]
-    """Annotated objects, or for each skipped one the reason."""
+    """The annotated objects. For an object that the reader skips, the reason takes its place."""
     size: tuple[int, int] | None = None
     """Width and height in pixels as stated by the source; None: use the image file's."""
     reading: BoxReading = PIXELS_XYWH
-    """Order and unit with which the boxes were read."""
+    """Order and unit of the numbers in which the source writes a box."""
     keys: Mapping[str, object] = field(default_factory=dict)
     """Additional keys of the dataset row: `phrase`, `prompt`, ..., and metadata."""
     unlabelled: Sequence[str] = ()
@@ -76,7 +76,7 @@ class SourceImage:
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """The annotations of images that are not in the source: their number and file."""
+    """A number of annotations whose images are not in the source, and the file that has them."""
 
     file: Path
     num_annotations: int
@@ -91,7 +91,7 @@ class Source:
     """The file or folder to name in errors."""
     images: Iterable[SourceImage | Orphans]
     categories: list[dict[str, object]] | None = None
-    """Content of `NAME.categories.json`; None: number the categories by name."""
+    """Content of `NAME.categories.json`; None: class names are numbered in alphabetical order."""
     notes: tuple[str, ...] = ()
     """Remarks for the user about the source as a whole."""
     written: Path | None = None
@@ -113,7 +113,9 @@ class ImportReport:
     images: Counter[str] = field(
         default_factory=lambda: Counter(read=0, written=0, turned_by_exif=0, repeated=0)
     )
-    """`written` images became records. EXIF turns some of them; `repeated` ones occur again."""
+    """Numbers of images. `written` images became records, and EXIF turns `turned_by_exif` of these.
+    `repeated` images are also the image of an earlier record.
+    """
     images_skipped: Counter[ImageSkip] = field(default_factory=Counter)
     objects: Counter[str] = field(
         default_factory=lambda: Counter(
@@ -121,25 +123,28 @@ class ImportReport:
             | dict.fromkeys(("turned_boxes", "one_pixel", "repeated", "ignored"), 0)
         )
     )
-    """`ignored` objects became regions to ignore, and also count in `objects_skipped`.
-    `turned_boxes` are rotated boxes. `repeated` objects equal another one in name and box.
+    """Numbers of annotations. `ignored` annotations became regions to ignore, and also count in
+    `objects_skipped`. `turned_boxes` are rotated boxes. `repeated` objects equal another object of
+    their image in name and box.
     """
     objects_skipped: Counter[ObjectSkip] = field(default_factory=Counter)
     boxes_for_polygons: Counter[ObjectSkip] = field(default_factory=Counter)
     """Boxes that were kept although polygons were wanted, by reason."""
     unknown_keys: Counter[str] = field(default_factory=Counter)
-    """Keys of annotations that the reader does not know, by name. They had no effect."""
+    """For each key that the reader does not know, how many annotations have it. Such keys had no
+    effect.
+    """
     no_coco_results: str | None = None
     """Why predictions cannot be exported as COCO results."""
     notes: tuple[str, ...] = ()
     """Remarks of the reader about the source as a whole."""
     first: dict[str, str] = field(default_factory=dict)
-    """The first image or file with each skip reason or unknown key."""
+    """By skip reason or unknown key, the first image or file that has it."""
     boxes: BoxEvidence = field(default_factory=BoxEvidence)
     names: set[str] = field(default_factory=set)
     """Class names of objects and of regions to ignore."""
     sample_of: dict[Path, str] = field(default_factory=dict)
-    """Id of the first sample with each image."""
+    """By image path, the id of the first sample with this image."""
 
     def skip_image(self, reason: ImageSkip, num_objects: int, where: str) -> None:
         """Count an image that is left out, with its annotations; `where` says which it is."""
@@ -160,7 +165,11 @@ class ImportReport:
         result: Converted | Ignored | ObjectSkip,
         where: str,
     ) -> None:
-        """Count an annotation, and its conversion, of an image that is not skipped."""
+        """Count an annotation of an image that is not skipped.
+
+        `found` is the annotation, and `result` what it was converted to; `where` says in which
+        image.
+        """
         if isinstance(found, SourceObject):
             self.objects["turned_boxes"] += found.is_turned and isinstance(result, Converted)
             self.unknown_keys.update(found.unknown_keys)
@@ -222,7 +231,7 @@ class ImportReport:
         optional = [
             ("exif", EXIF_REMEDY if self.images_skipped[ImageSkip.ROTATED] else ""),
             *(("note", note) for note in self.notes),
-            ("ignored", _number(objects["ignored"], "regions, in which nothing is counted")),
+            ("ignored", _number(objects["ignored"], "regions, in which predictions do not count")),
             ("exif", _number(images["turned_by_exif"], "images are turned")),
             ("results", why and f"predictions cannot be exported as COCO results: {why}"),
             ("odd", counted(odd) if odd else ""),
@@ -279,8 +288,8 @@ class ImportOptions(Section):
     """Keep images without objects; their answer is empty."""
 
     exif: Annotated[ExifFrame, Field(strict=False)] | None = None
-    """The image that boxes refer to, if EXIF turns it and the stated size does not show this:
-    `displayed`, or `stored` (boxes are then turned too); null: such images are left out.
+    """The image that boxes refer to, if EXIF turns the image and its stated size does not show
+    which: `displayed`, or `stored` (boxes are then turned too); null: such images are left out.
     """
 
     box_order: Annotated[BoxOrder, Field(strict=False)] | None = None
@@ -295,7 +304,9 @@ class ImportOptions(Section):
     """Refuse a file if its boxes fit their images only in another order or unit."""
 
     check_images: bool = True
-    """Decode every image and compare its size; false: bad images are found when they are used."""
+    """Decode every image, and compare its size with the stated size; false: bad images are found
+    when they are used.
+    """
 
     @property
     def records(self) -> Path:

@@ -53,7 +53,9 @@ class _Objects(FileEntry):
     bbox: list[list[float]] = Field(default_factory=list)
     """x1, y1, x2, y2 (or a point x, y) of the `<bbox>` marks, in the same order."""
     bbox_type: Literal["real", "norm1"] | None = None
-    """Pixels of the image file (the default), or fractions of it."""
+    """Unit of `bbox`: `real` (the default) is pixels of the image file, `norm1` fractions of its
+    sides.
+    """
 
     @property
     def unknown_keys(self) -> tuple[str, ...]:
@@ -69,10 +71,12 @@ class _Row(FileEntry):
 class SwiftImport(ImportOptions):
     """Options of `rollmatch import-data format=swift`: grounding JSONL of ms-swift.
 
-    A row keeps its `system`, and the user's message with its refs filled in as `prompt`. Boxes get
-    their names from refs. If the answer has as many refs as boxes, they are paired in order.
-    Otherwise the name is the ref or the `label` in the box's JSON object; else the last ref before
-    the box, or the next one if boxes come first; else the only ref of the question.
+    A row keeps its system message as `system`, and the user's message, with its refs filled in, as
+    `prompt`. If the answer has as many refs as boxes, boxes and refs are paired in order.
+    Otherwise, in an answer with one JSON object per box, a box gets the ref or the `label` in its
+    object as its name. In other answers with refs, it gets the last ref before it, or the next ref
+    if the answer begins with a box. A box without any of these gets the question's ref, if there is
+    only one.
     """
 
     format_reading: ClassVar[BoxReading] = BoxReading(BoxOrder.XYXY)
@@ -165,7 +169,8 @@ def _names(answer: str, asked: Sequence[str], refs: Sequence[str]) -> list[str]:
     """Return the names of an answer's boxes, in order; "" for a box without a name.
 
     Args:
-        asked: refs of the question; `refs` are the refs of the answer.
+        asked: texts of the question's refs.
+        refs: texts of the answer's refs.
     """
     # If the question has several refs, the box may belong to any of them.
     only = asked[0] if len(set(asked)) == 1 else ""

@@ -175,7 +175,7 @@ def _box_of(entry: ElementTree.Element, reading: BoxReading) -> tuple[list[float
 
 
 def _unknown_keys(entry: ElementTree.Element) -> tuple[str, ...]:
-    """Return the unknown keys of an object."""
+    """Return the keys of an object that this reader does not know."""
     keys = [child.tag for child in entry if child.tag not in _KNOWN]
     keys += [
         f"bndbox.{child.tag}" for child in entry.iterfind("bndbox/*") if child.tag not in _CORNERS

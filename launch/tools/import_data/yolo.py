@@ -20,7 +20,7 @@ from shared.errors import RecordError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 SLACK = 0.01
-"""How far rounding may move a coordinate out of 0..1, as in Ultralytics' own check."""
+"""How far rounding may move a coordinate out of 0..1. Ultralytics' own check permits as much."""
 
 
 class _DataFile(FileEntry):
@@ -162,7 +162,10 @@ def _parse(file: Path, content: bytes) -> _DataFile:
 
 
 def _labels_of(image: Path) -> Path:
-    """Return the label file: in `labels` instead of `images`, or next to the image."""
+    """Return the path of an image's label file.
+
+    It is in the folder `labels` instead of `images`, or else next to the image.
+    """
     before, found, behind = str(image).rpartition(f"{os.sep}images{os.sep}")
     path = Path(before, "labels", behind) if found else image
     return find_file(path.with_suffix(".txt"))
@@ -174,7 +177,10 @@ def _content(file: Path) -> bytes:
 
 
 def _lines(file: Path, read: Callable[[Path], bytes] = read_bytes) -> list[str]:
-    """Return the lines that are not blank. Images without objects may lack a label file."""
+    """Return the lines of a text file that are not blank.
+
+    There are none if the file does not exist, because images without objects may lack a label file.
+    """
     if not file.is_file():
         return []
     text = read(file).decode(errors="replace")
@@ -182,9 +188,11 @@ def _lines(file: Path, read: Callable[[Path], bytes] = read_bytes) -> list[str]:
 
 
 def _listed(line: str, folder: Path, root: Path) -> Path:
-    """Return an image of a list. Paths in the list may begin in another folder.
+    """Return the image that a line of an image list names.
 
-    CVAT writes `data/images/train/a.jpg` for a file in `images/train`.
+    The path in the line may begin with folders that do not exist here: CVAT writes
+    `data/images/train/a.jpg` for a file in `images/train`. `root` is the root folder of the data,
+    `folder` the folder of the list.
     """
     first = (folder if line.startswith("./") else root) / line
     parts = PureWindowsPath(line).parts  # reads both separators
@@ -222,7 +230,7 @@ def _object(row: list[str], data: _DataFile, reading: BoxReading) -> SourceObjec
 
 
 class _PoseEvidence:
-    """Detects from rows of labels that they are poses without `kpt_shape`, not polygons.
+    """Detects that rows of labels are poses, not polygons, although `kpt_shape` is missing.
 
     A pose is a box with points in it. Read as a polygon, its numbers give a ring that crosses
     itself, which is rare for true polygons.
@@ -255,7 +263,10 @@ class _PoseEvidence:
 
 
 def _in_box(values: list[float], stride: int) -> bool:
-    """Return whether values are a box in the image, and points in it or (0, 0) (unlabelled)."""
+    """Return whether the first four values are a box in the image, and the rest points in this box.
+
+    A point may also be (0, 0), which means unlabelled. Each point has `stride` values.
+    """
     cx, cy, w, h = values[:4]
     points = zip(values[4::stride], values[5::stride], strict=True)
     return (

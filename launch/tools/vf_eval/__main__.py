@@ -36,7 +36,10 @@ KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback", "give -a
 QUIET_S = 10.0
 """Minimum seconds between two messages about retried calls."""
 PLAIN_S = 10.0
-"""Seconds after an interrupt for plain functions to return: threads cannot be stopped."""
+"""Seconds that functions without `async` have to return after an interrupt.
+
+They run in threads, which cannot be stopped.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,7 +80,10 @@ def _set_up_logging(verbose: bool) -> None:
 
 @contextmanager
 def _rare_retry_messages(verbose: bool) -> Iterator[None]:
-    """Log one retry per `QUIET_S`, or all with `verbose`: all rollouts may retry at once."""
+    """Log at most one retry per `QUIET_S` seconds, because all rollouts may retry at once.
+
+    With `verbose`, log all retries.
+    """
     next_s = 0.0
 
     def passes(record: logging.LogRecord) -> bool:
@@ -151,7 +157,7 @@ class _Interruptible:
         self._is_interrupted = True
         plain = ""
         if running:
-            plain = f", and at most {PLAIN_S:g} s for running plain functions ({running})"
+            plain = f", and at most {PLAIN_S:g} s for functions without async ({running})"
         _write_at_once(
             f"interrupted: waiting at most {self._run.cleanup_timeout_s:g} s for rollouts to clean"
             f" up{plain}; the same signal again ends at once"
@@ -165,7 +171,7 @@ def _write_at_once(text: str) -> None:
 
 
 def _describe_kept(run: EvalRun) -> str:
-    """Describe the finished rollouts and their folder; empty without any."""
+    """Return a text about the finished rollouts and their folder; empty if there are none."""
     if run.folder is None or not run.finished:
         return ""
     num_failed = sum(rollout.error is not None for rollout in run.finished.values())

@@ -51,7 +51,10 @@ class Endpoint:
     key_variable: str
 
     def client(self, headers: Mapping[str, str]) -> openai.AsyncOpenAI:
-        """Return a client, which the caller closes. It does not retry: rollouts do, and log it."""
+        """Return a client of the endpoint, which the caller closes.
+
+        The client does not retry calls. The rollouts that use it do, and log each retry.
+        """
         # A proxy from the environment cannot reach this machine's own address.
         http_client = None
         if is_loopback(urlsplit(self.url).hostname or ""):
@@ -82,9 +85,9 @@ def find_endpoint(
     if parts.username or parts.password or parts.query:
         bare = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
         raise ConfigError(
-            f"-b: the address of {bare} holds a name, a password or a query, which would be stored"
-            " with the results; write only the address, and give secrets in a variable (-k) or with"
-            " --header, which are not stored"
+            f"-b: the address {bare} is given with a user name, a password or a query, which would"
+            " be stored with the results; write only the address, and give secrets in a variable"
+            " (-k) or with --header, which are not stored"
         )
     name = key_variable or KEY_VARIABLE
     is_local = _is_local(parts.hostname)
@@ -116,8 +119,9 @@ async def find_model(
 ) -> str:
     """Return the name of the model after checking that the endpoint serves it.
 
-    The check uses the endpoint's list of models. If the list is missing or lacks the model, it
-    samples one token. While a server answers 503 it is starting, and is asked again for `START_S`.
+    The check uses the endpoint's list of models. If the list is missing or lacks the model, the
+    check samples one token. A server that answers 503 is starting, and is asked again for `START_S`
+    seconds.
 
     Args:
         model: None for the only model that the endpoint serves.
@@ -142,7 +146,10 @@ async def find_model(
 
 
 async def _once_started(ask: Callable[[], Awaitable[T]], endpoint: Endpoint) -> T:
-    """Call `ask` again while it answers 503, for `START_S`. Raises like `find_model`."""
+    """Call `ask`, again while the endpoint answers 503, for at most `START_S` seconds.
+
+    Raises like `find_model`.
+    """
     until_s = time.monotonic() + START_S
     has_said = False
     while True:

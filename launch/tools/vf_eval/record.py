@@ -34,10 +34,10 @@ class EvaluationSettings:
     environment: str
     env_args: dict[str, object]
     model: str | None
-    """None until the endpoint has listed its only model."""
+    """Name of the model; None until the endpoint has listed its only model."""
     sampling_args: dict[str, object]
     base_url: str | None
-    """As given on the command line; the same holds for `key_variable`."""
+    """Address of the endpoint on the command line, like `key_variable`; None if not given."""
     key_variable: str | None
     num_examples: int
     """Number of examples; -1: all."""
@@ -61,7 +61,10 @@ class EvaluationSettings:
         )
 
     def resumed(self, options: EvalOptions, folder: Path) -> EvaluationSettings:
-        """Return the settings of a resumed evaluation: the endpoint and the sizes are the options'.
+        """Return the settings of a resumed evaluation.
+
+        Options may change the endpoint, the number of examples and the number of rollouts per
+        example.
 
         Raises:
             ConfigError: another given option differs from these settings.
@@ -83,7 +86,7 @@ class EvaluationSettings:
         if sampling is None and (lost := masked_keys(self.sampling_args)):
             problems.append(f"-S: {lost[0]} is a secret, which is not stored; give -S again")
         if problems:
-            remedy = "give the same options or leave them out, or start a new one without --resume"
+            remedy = "give the same options or none, or start a new evaluation without --resume"
             raise ConfigError([*problems, f"{folder}: has other settings; {remedy}"])
         return replace(
             self,

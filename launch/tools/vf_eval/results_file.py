@@ -26,7 +26,7 @@ NAME = "rollouts.jsonl"
 
 
 class KeptState(TypedDict):
-    """The fields of a rollout's state that scores and datasets need, converted by `plain`.
+    """The fields of a rollout's state that scores and datasets need, as plain JSON values.
 
     The fields named by `-C` are kept too.
     """
@@ -47,7 +47,7 @@ class KeptState(TypedDict):
     reward_errors: NotRequired[dict[str, str]]
     """Errors of reward functions, by function name."""
     given_up: NotRequired[list[str]]
-    """Names of plain functions whose thread was given up after a timeout."""
+    """Names of functions without `async` whose thread was given up after a timeout."""
     stop_condition: str | None
     is_truncated: bool
     timing: dict[str, Any]
@@ -190,7 +190,10 @@ def read_rollouts(path: Path) -> list[FinishedRollout]:
 def first_problem(
     error: ValidationError, path: Path, whole: str, remedy: str, *, line: int | None = None
 ) -> RecordError:
-    """Return pydantic's first error as RecordError; `whole` names an error without a field."""
+    """Return pydantic's first error as RecordError.
+
+    `whole` takes the place of the field's name in an error about no single field.
+    """
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"])) or whole
     return RecordError(first["msg"], field=field, remedy=remedy, file=str(path), line=line)

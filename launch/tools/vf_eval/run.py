@@ -100,7 +100,10 @@ class EvalRun:
         return client
 
     def _examples(self) -> tuple[Examples, list[str], list[str]]:
-        """Return the examples, their names (`generate` groups by them), and their digests."""
+        """Return the examples, and the name and the digest of each.
+
+        `generate` groups rollouts by the names of their examples.
+        """
         name = self._evaluation.environment
         try:
             examples = self._environment.get_eval_dataset()
@@ -126,7 +129,10 @@ class EvalRun:
         return examples, [name for name, _ in rows], [row_digest for _, row_digest in rows]
 
     def _check(self, file: ResultsFile, digests: Sequence[str]) -> None:
-        """Raise ConfigError if the rollouts in the file have other data."""
+        """Raise ConfigError if a rollout in the file is of other data than the present rows.
+
+        `digests` are the digests of the present rows.
+        """
         if file.was_torn:
             say(
                 f"the last line of {file.path} was incomplete and is removed; its rollout is"

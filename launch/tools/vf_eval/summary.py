@@ -35,7 +35,10 @@ def results_of(
     wall_s: float,
     date: str,
 ) -> GenerateOutputs:
-    """Return results as `Environment.evaluate` does, for rollouts of one or several calls.
+    """Return results as `Environment.evaluate` does, for the rollouts of an evaluation.
+
+    The rollouts may be of several `vf-eval` commands, of which the later ones resumed the
+    evaluation.
 
     `wall_s` is the duration in seconds, `date` the time of the evaluation, for the metadata.
 
@@ -100,7 +103,8 @@ class ScoreSummary(NamedTuple):
     def from_values(cls, values: Sequence[Sequence[float]]) -> ScoreSummary:
         """Summarise the values of each example's rollouts; there must be at least one value.
 
-        Examples without values are allowed: their rollouts failed, or have another environment.
+        An example may have no values, because its rollouts failed or are of another environment of
+        the group.
         """
         flat = [value for of_example in values for value in of_example]
         means = [mean(of_example) for of_example in values if of_example]
@@ -196,7 +200,7 @@ def _facts(
         )
     if metadata.num_given_up:
         names = ", ".join(f"{count} x {name}" for name, count in metadata.num_given_up.items())
-        add("given up", f"{names}: plain functions that exceeded a time limit")
+        add("given up", f"{names}: functions without async that exceeded a time limit")
     add("truncated", str(metadata.num_truncated))
     stops = Counter(state["stop_condition"] for state in states)
     add("ended by", ", ".join(f"{name} {count}" for name, count in stops.most_common() if name))

@@ -86,7 +86,7 @@ def _decode(data: bytes) -> None:
 def shown_in(messages: Messages) -> list[object]:
     """Return the parts of a prompt that are not text (images), in order.
 
-    Two prompts may have the same tokens and show different images.
+    Compare these parts too, because prompts with equal tokens may show different images.
     """
     if isinstance(messages, str):
         return []

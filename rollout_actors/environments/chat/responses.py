@@ -35,7 +35,7 @@ RETURNS_TOKENS: Arguments = {
 def is_cut(response: object) -> bool:
     """Return whether the answer in a response was cut: at `max_tokens`, or at the context's end.
 
-    Environments may store any object as a response.
+    Environments may store any object as a response. Without `choices` it counts as not cut.
     """
     for choice in getattr(response, "choices", None) or ():
         if getattr(choice, "finish_reason", None) == "length":

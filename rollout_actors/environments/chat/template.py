@@ -163,7 +163,7 @@ class ChatTemplate:
 
     @cached_property
     def _end_of_message(self) -> str | None:
-        """Text after the last message of the model; None: the template changes the message."""
+        """Text after the model's last message; None: the template changes the message's text."""
         answer = {"role": "assistant", "content": ANSWER_MARKER}
         messages = [{"role": "user", "content": "?"}, answer]
         _, found, end = self.render(messages, None, asks=False).rpartition(ANSWER_MARKER)

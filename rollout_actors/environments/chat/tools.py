@@ -58,8 +58,9 @@ class Tool:
     def of(cls, function: Callable[..., object], args_to_skip: Collection[str] = ()) -> Tool:
         """Make a tool from a function's signature, type hints and docstring.
 
-        Each entry of the docstring's `Args:` section describes a parameter. A partial has the name
-        and docstring of the function in it, unless it has its own; bound arguments are skipped.
+        Each entry of the docstring's `Args:` section describes a parameter. A `functools.partial`
+        without its own name or docstring has those of the function that it wraps. Arguments that
+        the partial binds are skipped.
 
         Args:
             args_to_skip: parameters that the model neither sees nor sets.
@@ -241,7 +242,9 @@ def _parameters(name: str, function: Callable[..., object]) -> Mapping[str, insp
 # Tool calls in a model's text, parsed by vLLM's own parsers, which its server uses too.
 
 _RANDOM_ID = re.compile(r"chatcmpl-tool-\w+|[0-9A-Za-z]{9}")
-"""Ids that vLLM draws at random. Other ids contain the called name, and templates read them."""
+"""Ids that vLLM draws at random. Other ids contain the name of the called function, which chat
+templates read from them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +287,8 @@ class ToolCallReader:
 
         Args:
             text: the answer's tokens as text, without special tokens.
-            seed: the request's seed. Ids that vLLM would draw at random are derived from it,
-                because an id may be part of the next prompt.
+            seed: the request's seed. Ids of tool calls that vLLM would draw at random are derived
+                from the seed, because an id may be part of the next prompt.
         """
         request = self._request(
             messages=[], tools=[dict(tool) for tool in tools], tool_choice="auto"
@@ -321,9 +324,9 @@ class ToolCallReader:
 
 
 def reader_of(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ToolCallReader | None:
-    """Return the parser of tool calls of this name; `name` None: the one in the tokenizer's files.
+    """Return the parser of tool calls that vLLM knows by this name.
 
-    Return None if there is neither.
+    `name` None: the parser that the tokenizer's files name. Return None if they name none.
     """
     if name is None and isinstance(getattr(tokenizer, "response_template", None), Mapping):
         name = "hf"  # vLLM's parser for such a template
@@ -380,13 +383,15 @@ class UncalledTools:
         self._has_called = False
 
     def problem(self, num_rollouts: int, num_calls: float) -> str | None:
-        """Add rollouts that could call a tool, and return a warning if there were no calls so far.
+        """Count further rollouts, and return a warning if no rollout has called a tool so far.
 
         Args:
+            num_rollouts: number of further rollouts, whose model was offered tools.
             num_calls: number of tool calls in these rollouts.
 
         Returns:
-            A warning after `FIRST_ROLLOUTS` without a call, and each time their number doubles.
+            A warning after `FIRST_ROLLOUTS` rollouts without a call, and again each time the number
+            of rollouts has doubled; otherwise None.
         """
         self._has_called = self._has_called or num_calls > 0
         self._num_rollouts += num_rollouts

@@ -56,7 +56,7 @@ class Sampled:
     token_ids: tuple[int, ...]
     """[T] sampled tokens, with the stop token unless the repeat guard forced it."""
     logprobs: tuple[float, ...] | None
-    """[T], of these tokens; None if the run's decoding returns no log-probabilities."""
+    """[T] log-probabilities of `token_ids`; None if the run's decoding returns none."""
     stop_token_id: int | None
     """The last of `token_ids`, if it is a stop token; else None."""
 
@@ -83,7 +83,7 @@ class RolloutKey:
     """Index of the rollout in its step, over all learner ranks."""
     sample_id: str
     path: str = ""
-    """Distinguishes rollouts that an environment starts inside another one, as `/0`; else empty."""
+    """Path of a rollout that was started inside another one, such as `/0`; empty: the outermost."""
 
     def request(self, turn: int, prompt: _Prompt, decode: DecodeSettings) -> RolloutRequest:
         seed = request_seed(self.run_seed, self.step, self.position, turn, self.path)
@@ -195,15 +195,16 @@ class _Prompt:
     """As sent to the engine: one placeholder for each image."""
     images: tuple[ImageRef, ...]
     is_split: bool
-    """There was a call before, and the prompt does not continue it."""
+    """Whether there was an earlier call that the prompt does not continue."""
 
 
 class Conversation:
     """The client of one rollout, with the interface of `openai.AsyncOpenAI`, on the run's engine.
 
     A prompt begins with the exact token ids of the call before it. If the messages do not continue
-    that call, or the template now writes them differently, the prompt is tokenised anew. Its tokens
-    are read and never trained, and `num_splits` counts it.
+    that call, or the template now writes them differently, the whole prompt is tokenised again.
+    Such a prompt counts as a split (`num_splits`). The model reads its tokens, and they are never
+    trained.
 
     Calls take the arguments of `AsyncOpenAI`; `model` has no effect, because the engines of a run
     have one model. A response has vLLM's `token_ids` and `prompt_token_ids`, and in addition
@@ -226,13 +227,13 @@ class Conversation:
         self._generate = generate
         self._calls = calls
         self.num_splits = 0
-        """Calls whose prompt did not begin with the tokens of the call before."""
+        """Number of calls whose prompt did not begin with the tokens of the call before it."""
         self._images = MessageImages()
         self._turn = 0
         self._last: PreviousCall | None = None
         self._last_images: tuple[ImageRef, ...] = ()
         self._expansion = 0
-        """Tokens that the engine added to the last prompt, because it expands images."""
+        """Number of tokens that the engine added to the last prompt, because it expands images."""
         # Other calls of this rollout wait until a call ends; the engine has a time limit.
         self._one_at_a_time = asyncio.Lock()
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create_chat))
@@ -339,7 +340,7 @@ class Conversation:
         number = num_before + token_ids.count(placeholder)
         if number == len(images):
             return
-        remedy = "remove it from the text of messages"
+        remedy = "remove this placeholder from the text of messages"
         if number < len(images):
             remedy = (
                 "the chat template writes no placeholder for some images; show images only in"

@@ -36,7 +36,7 @@ class Engines(Protocol):
     async def generate(self, engine: int, request: RolloutRequest) -> Rollout:
         """Generate one rollout by the engine with this index. Cancelling aborts the request.
 
-        Raises UnreachableError if another engine may get the same request.
+        Raises UnreachableError if the engine is lost, and another engine may get the request.
         """
         ...
 
@@ -46,8 +46,8 @@ class EngineClient:
 
     All calls of a rollout go to the engine `position % len(engines)`, which has its earlier turns
     in the prefix cache. If an engine cannot be reached, the next one gets the request, with the
-    same seed. A step is one call of `Environment.generate`: another one with the same client
-    samples with the same seeds. The client may be used on several event loops.
+    same seed. Seeds derive from the positions of rollouts in the step, so a second rollout with the
+    same position and client has the same seeds. The client may be used on several event loops.
     """
 
     def __init__(
@@ -93,12 +93,13 @@ class EngineClient:
     ) -> Conversation:
         """Return a client for the model calls of this rollout only.
 
-        Its seeds derive from the `position` of its input. Rollouts without a position are numbered
-        in the order of their start.
+        The seeds of the calls derive from the `position` of the rollout's input. Rollouts without a
+        position are numbered in the order of their start.
 
         Args:
-            of: the input of the rollout that contains this one (the outermost); None: its own.
-            path: its path inside that rollout, so that it has its own seeds.
+            of: the input of the outermost rollout, if this rollout was started inside it; None:
+                this rollout is the outermost.
+            path: this rollout's path inside the outermost one, so that it has its own seeds.
         """
         number = next(self._num_begun)
         position = (state.get("input", {}) if of is None else of).get("position")
@@ -123,7 +124,7 @@ class EngineClient:
     completions = chat
 
     async def generate(self, request: RolloutRequest) -> Rollout | None:
-        """Send a request to the engine of its position, or to others if it cannot be reached.
+        """Send a request to the engine of its position; if that is unreachable, to the next engine.
 
         Returns:
             The engine's answer; None if its images make the prompt too long for the engine.

@@ -193,8 +193,9 @@ def retry_after_s(error: BaseException) -> float:
 def room_left(error: openai.BadRequestError, sampling_args: SamplingArgs) -> int | None:
     """Return how many new tokens fit after a prompt that an endpoint refused as too long.
 
-    Return None if the refusal does not say it, the call has no limit, or its limit is not below the
-    context length or does not exceed the room.
+    Return None if the refusal does not name the lengths of context and prompt, or if the call does
+    not limit its new tokens. Also return None if this limit fits after the prompt, or is not below
+    the context length.
     """
     limits = [sampling_args[name] for name in LIMITS if name in sampling_args]
     context = _CONTEXT.search(str(error))
@@ -263,7 +264,8 @@ def says_overlong(refusal: str) -> bool:
 def merged(*levels: SamplingArgs | None) -> Arguments:
     """Merge sampling arguments. Later levels take precedence; `extra_body` is merged key by key.
 
-    A None is kept, and is not sent in the end: so a caller can remove an environment's argument.
+    A value None is kept here, and later not sent. With it a caller can remove an argument that an
+    environment sets.
 
     Example:
         `merged({"n": 1, "extra_body": {"a": 1}}, {"n": None, "extra_body": {"b": 2}})` is

@@ -52,7 +52,7 @@ def load_environment(
     recall_weight: float = 1.0,
     precision_weight: float = 1.0,
 ) -> SingleTurnEnv:
-    """Return the environment for a dataset in a JSONL file (README, "Your model, your data").
+    """Return the environment for a dataset in a JSONL file (docs/reference/file_formats.md).
 
     Args:
         data: the file; images are relative to it.
@@ -224,7 +224,7 @@ class _SampleRows:
 
 
 def _with_images(messages: list[Message], images: Sequence[ImageRef]) -> list[Message]:
-    """Put each image in its place, as a data URL."""
+    """Replace the placeholder of each image in the messages by the image as a data URL."""
     urls = iter([_data_url(image) for image in images])
     for message in messages:
         for number, part in enumerate(message["content"]):

@@ -23,7 +23,7 @@ def load_environment(
     max_turns: int = 10,
     seed: int = 0,
 ) -> MultiTurnEnv:
-    """Return the environment: games with numbers from 1 to `largest` and `max_turns` guesses.
+    """Return the environment: games with numbers from 1 to `largest`, of `max_turns` turns at most.
 
     `largest` is at least 2.
     """
@@ -98,9 +98,9 @@ def found(state: State) -> float:
 
 
 def early(state: State) -> float:
-    """Reward function: 1 if the number is found with as many guesses as bisection needs.
+    """Reward function: 1 if the number is found with at most the guesses that bisection needs.
 
-    It is less with more guesses, and 0 if the number is not found.
+    The reward is less with more guesses, and 0 if the number is not found.
     """
     return found(state) * min(1.0, state["fewest_guesses"] / max(1, len(state["guesses"])))
 

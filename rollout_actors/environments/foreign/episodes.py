@@ -56,7 +56,8 @@ class Episode(ABC):
 class EpisodeEnv(MultiTurnEnv):
     """An environment whose rollouts are episodes of another library's environment.
 
-    A dataset row is a seed of episodes. The reward is the sum of the steps' rewards.
+    Each dataset row has a seed, with which its episodes begin. The reward of a rollout is the sum
+    of the rewards of the episode's steps.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class EpisodeEnv(MultiTurnEnv):
         """
         Args:
             form: text for the model that says how an action is written.
-            instructions: text of the system message before the form.
+            instructions: first text of the system message, which ends with `form`.
             max_turns: maximum number of answers in a rollout, also those without an action.
             seed: seed for drawing the rows' seeds.
         """

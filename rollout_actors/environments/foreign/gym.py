@@ -48,7 +48,7 @@ def load_environment(
             begin in the same state, with the same random numbers.
         options: further arguments of `gymnasium.make`.
         actions: a name for each of a `Discrete` space's actions, in order.
-        instructions: text of the system message before the form of an answer.
+        instructions: first text of the system message, which then describes how to write an action.
 
     Raises:
         ValueError: gymnasium is not installed or has no such environment, a space cannot be

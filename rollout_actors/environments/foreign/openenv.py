@@ -2,8 +2,8 @@
 
 A session is a WebSocket, `/ws`, whose server answers `reset` and `step` with an observation, as in
 the packages `openenv` 0.10.0 and `openenv-core` 0.3.0 and their `EnvClient`. Neither package can be
-installed with this project's versions. Their routes `/reset` and `/step` keep no state between two
-requests, so they cannot play an episode.
+installed with the package versions of this project. A server's HTTP routes `/reset` and `/step`
+keep no state between two requests, so an episode cannot be played by them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=BaseModel)
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""Largest answer of an OpenEnv server, as in OpenEnv's client, as observations may be images."""
+"""Largest accepted answer of an OpenEnv server, in bytes. Observations may be images.
+
+OpenEnv's own client has the same limit.
+"""
 KINDS = {"string": "a text", "integer": "a whole number", "number": "a number"}
 REMEDY = "read the server's log, or raise the limit"
 
@@ -58,8 +61,8 @@ def load_environment(
         seed: seed for drawing the rows' seeds, which are passed to `reset`. The environment decides
             how much the episodes of a row have in common.
         options: further arguments of `reset`.
-        instructions: text of the system message before the form of an answer; by default the
-            server's description of the environment.
+        instructions: first text of the system message, which then describes how to write an action;
+            by default the server's description of the environment.
         sessions: limit of concurrent episodes of one environment actor. The server allows
             `max_concurrent_envs` for all actors together (1 by default).
         timeout_s: limit for opening a session, and for each answer in it.
@@ -178,7 +181,7 @@ class OpenEnvEpisode(Episode):
                 self._slot.release()
 
     async def _ask(self, kind: str, data: Fields) -> _Answer:
-        """Send a request, and return an observation, or for a step the refusal of its action."""
+        """Send a request. Return the observation, or the server's refusal of a step's action."""
         from websockets.exceptions import ConnectionClosed
 
         server = self._server
@@ -211,7 +214,10 @@ class OpenEnvEpisode(Episode):
         )
 
     def _shown(self, answer: _Answer, reward: float | None) -> Shown:
-        """`reward`: used if the server reports none; None: the result has no reward at all."""
+        """Convert the server's answer to what the model is shown.
+
+        `reward`: used if the server reports no reward; None: any reward of the server is ignored.
+        """
         told = _Observation.model_validate(answer.data)
         return Shown(
             as_text(told.observation),

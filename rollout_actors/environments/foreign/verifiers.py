@@ -77,8 +77,8 @@ def load_environment(
 
     Args:
         name: as in `verifiers.load_environment`. Modules of the working directory are found too.
-        interpreter: path of a Python that has `verifiers` and the environment's package; None: this
-            one if it has `verifiers`, else the one that `make foreign` makes.
+        interpreter: path of a Python that has `verifiers` and the environment's package; None: the
+            Python of this process if it has `verifiers`, else the one that `make foreign` makes.
         start_timeout_s: limit for loading the environment.
         arguments: arguments of `verifiers.load_environment`.
 
@@ -274,7 +274,7 @@ class BridgeProcess:
         self._reader.start()
 
     async def ask(self, do: str, **request: object) -> tuple[int, Any]:
-        """Send a request to the process. Return its number and the answer.
+        """Send a request to the process. Return the request's number and the answer.
 
         `do` is the kind of request. If this call is cancelled, the process ends the request too.
 
@@ -295,7 +295,7 @@ class BridgeProcess:
     def send(self, do: str, **request: object) -> _Asked:
         """Send a request to the process, and return a future with the answer.
 
-        `do` is the name of the request. Raises ConnectionError if the process has ended.
+        `do` is the kind of request. Raises ConnectionError if the process has ended.
         """
         asked = _Asked(next(self._numbers))
         with self._lock:

@@ -165,9 +165,9 @@ class Bridge:
 
 
 def has_own(environment: object, dataset: str) -> bool:
-    """Return whether an environment has rows of this kind: `dataset` is an attribute's name.
+    """Return whether an environment has its own rows in the attribute that `dataset` names.
 
-    From `verifiers` 0.1.10 on, the environment may have a function that makes the rows.
+    From `verifiers` 0.1.10 on, it may instead have a function that makes these rows.
     """
     made = (getattr(environment, name, None) for name in (dataset, f"{dataset}_source"))
     return any(one is not None for one in made)
@@ -176,7 +176,7 @@ def has_own(environment: object, dataset: str) -> bool:
 def client_of(url: str, message_type: str) -> Any:
     """Make the client for the model calls of one rollout, which are sent to this base URL.
 
-    It never retries, because the second attempt would be another call of the trajectory.
+    The client never retries, because the second attempt would be recorded as another model call.
     """
     try:
         from verifiers.clients import resolve_client

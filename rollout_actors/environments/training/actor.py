@@ -42,7 +42,7 @@ def collect_rarely() -> None:
 
 
 class RayEngines:
-    """The run's rollout actors, as an environment uses them: it sends single requests."""
+    """The run's rollout actors, to which an environment sends its requests one by one."""
 
     def __init__(
         self,

@@ -16,9 +16,10 @@ class AsyncBatchGenerator:
     """Generates batches of an environment's rollouts in a thread, while the caller does other work.
 
     `submit(number, inputs)` starts a batch, and `result(number)` waits for it. Batches are
-    generated one after another, in the order of their submission. In addition to the
-    batch that the caller waits for, at most `max_ahead` are submitted and not fetched: a further
-    one is refused, and `result` makes room. The client must not be used on another event loop.
+    generated one after another, in the order of their submission. At most `max_ahead` batches may
+    be submitted and not fetched, in addition to the one that the caller waits for. A further
+    `submit` is refused until `result` has returned a batch. The client must not be used on another
+    event loop.
     """
 
     def __init__(
@@ -32,7 +33,8 @@ class AsyncBatchGenerator:
     ) -> None:
         """Start the thread. `generate_kwargs`: further arguments of `Environment.generate`.
 
-        `max_ahead`: how many batches may be submitted in addition to the one waited for.
+        `max_ahead`: how many batches may be submitted in addition to the one that the caller waits
+        for.
         """
         if max_ahead < 0:
             raise ValueError(f"max_ahead: must be 0 or more, got {max_ahead}")

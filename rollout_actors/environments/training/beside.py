@@ -82,8 +82,9 @@ class EnvironmentBackend:
     def generate(self, requests: Sequence[EnvironmentRequest]) -> list[SentRollouts]:
         """Play and score the rollouts of a round. Return the rollouts of each request.
 
-        Raises RolloutError if the engine failed or the run is ending. Before that, all rollouts
-        have cleaned up, or had `CLEANUP_S` for it. The host may raise between engine steps.
+        Raises RolloutError if the engine failed or the run is ending. If the run is ending, the
+        learner rank may instead raise its own exception between two engine steps. Before either
+        error, all rollouts have cleaned up, or had `CLEANUP_S` seconds for it.
         """
         if not requests:
             return []

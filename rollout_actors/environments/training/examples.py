@@ -50,13 +50,13 @@ def merge_trajectories_for_training(
     Tokens that calls share are read once. With `mask_prompts=True`, loss and gradient are the same
     as with `process_trajectories_for_training`: every sampled token is trained once, after the
     tokens that the engine had read before it, and counts as a token of its call (`step_ends`). With
-    `mask_prompts=False` they differ: tokens that a later prompt repeats are trained once here, and
-    once per call there.
+    `mask_prompts=False` they differ: tokens that a later prompt repeats are trained once by this
+    function, and once per call by `process_trajectories_for_training`.
 
-    A call continues the example whose tokens its prompt begins with, the longest if there are
-    several; else it begins one. Sampled tokens are trained only in the example of their call: if a
-    later prompt repeats them in another example, they are masked. A failed rollout has no example,
-    and no split.
+    A call continues the example whose tokens its prompt begins with, or the longest of several such
+    examples. If there is none, the call begins an example. Sampled tokens are trained only in the
+    example of their call: if a later prompt repeats them in another example, they are masked. A
+    failed rollout has no example, and no split.
 
     Example:
         Two calls with the prompts `[1]` and `[1, 2, 3]` that sampled `[2]` and `[4]` make one
@@ -101,13 +101,14 @@ def _examples(states: Sequence[State], mask_prompts: bool, *, merges: bool) -> M
 
 @dataclass(slots=True)
 class _Draft:
-    """An example that calls still extend."""
+    """An unfinished training example, which further model calls may extend."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     steps: list[tuple[int, TrajectoryStep, int]] = field(default_factory=list)
-    """Number in the trajectory, step, and the end index of its tokens."""
+    """For each model call: its index in the trajectory, its step, and the index in `token_ids`
+    after its last token."""
 
     def is_extended_by(self, step: TrajectoryStep, tokens: TrajectoryStepTokens) -> bool:
         if list(tokens["prompt_ids"][: len(self.token_ids)]) != self.token_ids:

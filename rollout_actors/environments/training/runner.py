@@ -78,7 +78,7 @@ class RunnerSettings:
     held-out reports they always are.
     """
     examples: ExampleCounts | None = None
-    """Numbers of rows that the driver has counted, to compare with; None: they are not compared."""
+    """The driver's counts of rows, which this process must find too; None: no comparison."""
     num_held_out: int | None = None
     """Number of held-out rows in an evaluation; None: all."""
     teacher: TeacherSettings | None = None
@@ -133,9 +133,10 @@ class EnvironmentRunner:
         A rollout that fails is returned too (`EnvironmentRollout.error`).
 
         Raises:
-            RolloutError: an engine failed (its requests are not repeated, and no rollout counts as
-                failed for it); every rollout would fail, because sampling arguments contradict the
-                run or prompts have too many images; or the teacher does not score them.
+            RolloutError: an engine failed; its requests are not repeated, and no rollout counts as
+                failed because of it. Or every rollout would fail, because sampling arguments
+                contradict the run or prompts have too many images. Or the teacher does not score
+                the rollouts.
         """
         if not requests:
             return []

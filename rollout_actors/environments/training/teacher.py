@@ -116,8 +116,8 @@ class Teacher:
 
         Raises:
             UnreachableError: the server does not answer.
-            RolloutError: the teacher has another vocabulary or accepts fewer tokens, or the server
-                serves another model.
+            RolloutError: the teacher has another vocabulary or accepts too few tokens, or the
+                server serves another model.
         """
         models = self._read(_Models, await self._wait_until_up(), "start")
         model = next((one for one in models.data if one.id == self._model), None)

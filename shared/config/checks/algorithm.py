@@ -153,7 +153,8 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
         ):
             yield Problem(
                 f"{path}.config.normalize",
-                "batch would also divide the losses of matched objects by the sampled tokens",
+                "batch would also divide the losses of matched objects by the number of sampled"
+                " tokens",
                 "set step, rollout or constant",
             )
         # Trajectories without a policy gradient are already an error of another check.
@@ -176,7 +177,8 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
 def groups_of_samples_are_whole(run: RunConfig) -> Iterator[Problem]:
     """Report a wrong number of rollouts per sample.
 
-    It has no effect, is too small, or would divide the rollouts of a sample between steps or ranks.
+    Such a number has no effect, is too small, or would divide the rollouts of a sample between
+    steps or ranks.
     One rank compares all rollouts of a sample, within one step.
     """
     key = "stage2_ab.channel_b.rollouts_per_sample"

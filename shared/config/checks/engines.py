@@ -27,8 +27,8 @@ _LORA = f"{_VLLM}.enable_lora"
 MAX_VLLM_BEAMS = 10
 """The highest number of beams with vLLM.
 
-Its beam search needs the log-probabilities of twice as many tokens as beams, and an engine returns
-at most 20 (its default `max_logprobs`).
+vLLM's beam search needs the log-probabilities of twice as many tokens as beams, and an engine
+returns at most 20 (the default of `max_logprobs`).
 """
 
 

@@ -29,7 +29,7 @@ from shared.errors import ConfigError
 
 CHECK = (
     "check `ray status` there, cluster.temp_dir and, if the cluster asks for a token,"
-    " RAY_AUTH_MODE=token, or use local"
+    " RAY_AUTH_MODE=token, or set cluster.address=local"
 )
 TOKEN = "set RAY_AUTH_MODE=token here and give this machine the cluster's token (~/.ray/auth_token)"
 

@@ -110,7 +110,7 @@ def test_an_example_without_a_learned_token_has_no_target():
             {"mask": [1] * 8},
             "its first token is to be learned, .*; make examples with mask_prompts",
         ),
-        ({"reward": float("nan")}, "token 2 has the advantage nan; its reward functions must"),
+        ({"reward": float("nan")}, "token 2 has the advantage nan; reward functions must"),
         (
             {"logprobs": [0.0] * 6 + [float("-inf"), 0.0]},
             "token 6 has the log-probability -inf; the endpoint must return finite ones",

@@ -393,7 +393,7 @@ def learned_of(config, change, **how):
             r"generated with weight version 7, the learner has 0; a weight sync",
         ),
         ({"weight_version": None}, r"example \d+: the engine did not report its weight version"),
-        ({"reward": math.nan}, r"score on .* the advantage nan; its reward functions must"),
+        ({"reward": math.nan}, r"score on .* the advantage nan; reward functions must"),
         (
             {"advantage": None, "group_rewards": ()},
             r"has no advantage, because its rollouts were not scored",

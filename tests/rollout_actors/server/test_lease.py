@@ -99,9 +99,9 @@ def test_the_second_run_is_refused_at_its_start_and_in_its_sync_until_the_first_
 
     first, late = start(FIRST), start(SECOND)  # while nobody has sent weights
     first.sync(make_offer())
-    with pytest.raises(WeightSyncError, match=f"it serves the run {FIRST} since 20"):
+    with pytest.raises(WeightSyncError, match=f"it has served the run {FIRST} since 20"):
         late.sync(make_offer())
-    with pytest.raises(RolloutError, match=f"does not suit .* serves the run {FIRST}"):
+    with pytest.raises(RolloutError, match=f"does not suit .* served the run {FIRST}"):
         start(SECOND)
     assert first.generate(make_request(0))
     again = start(FIRST)  # as after `resume=auto`

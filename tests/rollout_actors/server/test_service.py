@@ -337,8 +337,8 @@ def test_a_path_that_leads_out_of_it_is_not(rooted, path):
             {"data": make_png(100, 101)},
             413,
             (
-                ": of sample sample-1 has 100 x 101 pixels, but one image may have 10000; send a"
-                " smaller one, or start the server with max_image_pixels=10100"
+                ": this image of sample sample-1 has 100 x 101 pixels, but one image may have 10000;"
+                " send a smaller one, or start the server with max_image_pixels=10100"
             ),
         ),
     ],

@@ -292,7 +292,7 @@ def test_a_placeholder_in_the_text_of_a_message_is_refused_and_not_sent():
     engines = ScriptedEngines([])
     conversation = conversation_over(engines, VISION)
     for images, counts in (([], "has 1 x .*, but 0 images"), ([ONE], "has 2 x .*, but 1 images")):
-        with pytest.raises(ValueError, match=f"{counts}.*; remove .*text of messages"):
+        with pytest.raises(ValueError, match=f"{counts}.*; remove .*text"):
             ask(conversation, [shown(*images, text="You said <|image_pad|>.")])
     with pytest.raises(ValueError, match=r"has 1 x <\|image_pad\|>, but 0 images"):
         asyncio.run(conversation.completions.create(model="m", prompt="What is <|image_pad|>?"))
@@ -307,7 +307,7 @@ def test_a_placeholder_in_a_later_turn_is_its_rollouts_error_too():
     engines = Expanding()
     row = {"prompt": [shown(ONE)]}
     state = one_rollout(Quoting(max_turns=2), row, client_over(engines, VISION))
-    message = "ValueError: prompt: has 2 x <|image_pad|>, but 1 images; remove it"
+    message = "ValueError: prompt: has 2 x <|image_pad|>, but 1 images; remove this"
     assert state["error"].startswith(message)
     assert len(engines.requests) == len(state["trajectory"]) == 1
 
