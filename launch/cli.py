@@ -46,6 +46,7 @@ COMMANDS = {
     "diff-runs": "find the first difference between two runs: step, stage and sample",
     "evaluate": "make the held-out report of a run's checkpoint",
     "import-data": "make records of YOLO, VOC, COCO, LVIS, RefCOCO, ms-swift or hub data",
+    "import-gguf": "write a checkpoint folder from a GGUF file",
     "keys": "explain the keys of the configuration, or of one section",
     "ledger": "check that a run's ledger is complete",
     "new-environment": "write a starter environment, its test and an experiment",

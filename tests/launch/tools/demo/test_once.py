@@ -4,8 +4,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
 
+from launch.tools.demo import smollm
 from launch.tools.demo.__main__ import main
 from launch.tools.demo.once import (
     DEMO_FOLDERS,
@@ -17,6 +20,7 @@ from launch.tools.demo.once import (
 )
 from shared.errors import ConfigError
 from tests.fixtures.config_changes import load
+from tests.fixtures.gguf_file import write_gguf
 
 LANGUAGE_MODEL = {
     "model.path": "outputs/demo/lm",
@@ -152,3 +156,21 @@ def test_what_is_made_follows_the_umask_whoever_wrote_it(mask, mode, tmp_path):
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {mode}
+
+
+@pytest.mark.slow
+def test_smollm_is_made_from_its_package_and_without_it_the_command_to_run_is_named(
+    tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(smollm, "PACKAGE", "a_package_that_is_not_installed")
+        with pytest.raises(ConfigError, match=r"`make smollm`.*`pip install"):
+            smollm.make_smollm(tmp_path / "out")
+    package = tmp_path / smollm.PACKAGE
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('has other requirements')")
+    write_gguf(package / smollm.FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert smollm.make_smollm(tmp_path / "out")
+    assert not smollm.make_smollm(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float32

@@ -32,6 +32,11 @@ def calculates(call: Call) -> str:
     return f"Well. <answer>{result_of(call.text)}</answer>"
 
 
+def adds(call: Call) -> str:
+    numbers = re.findall(r"\d+", call.text)
+    return f"{' + '.join(numbers)} = {sum(map(int, numbers))}."
+
+
 def halves(call: Call) -> str:
     """Guesses the middle of what is left."""
     low, high = 1, int(re.search(r"from 1 to (\d+)", call.prompt[0]["content"])[1])
@@ -73,6 +78,7 @@ def peeks(call: Call) -> Any:
 
 PLAYERS: dict[str, Callable[[Call], Any]] = {
     "arithmetic": calculates,
+    "sums": adds,
     "copy_digits": copies,
     "guess_number": halves,
     "hidden_digit": peeks,
@@ -103,10 +109,13 @@ def evaluated(environment, script):
         ("guess_number", 1.6),
         ("hidden_digit", 1.0),
         ("key_value_store", 1.0),
+        ("sums", 1.0),
     ],
 )
 def test_who_plays_well_gets_the_full_reward(name, full):
-    results = evaluated(load_environment(name, num_eval_examples=40), PLAYERS[name])
+    results = evaluated(
+        load_environment(name, num_examples=60, num_eval_examples=40), PLAYERS[name]
+    )
     assert results.reward == pytest.approx([full] * 40)
 
 
@@ -121,7 +130,7 @@ def test_who_says_nothing_that_can_be_read_gets_nothing(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_data_follow_from_the_seed_and_those_held_out_are_others(name):
     def data(seed: int) -> tuple[list[Any], list[Any]]:
-        environment = load_environment(name, num_examples=60, num_eval_examples=60, seed=seed)
+        environment = load_environment(name, num_examples=50, num_eval_examples=50, seed=seed)
         return list(environment.get_dataset()), list(environment.get_eval_dataset())
 
     train, held_out = data(1)
@@ -135,6 +144,16 @@ def test_a_right_number_in_the_wrong_form_is_not_an_answer():
     said = ["5", "<answer>6</answer>", "<answer>5</answer>", "<answer> 5\n</answer>"]
     results = generated(environment, [row] * 4, ScriptedClient(said), max_concurrent=1)
     assert results.reward == pytest.approx([0.0, 0.1, 1.1, 1.1])
+
+
+def test_the_last_number_of_a_sums_answer_counts_and_no_more_sums_are_asked_for_than_exist():
+    environment = load_environment("sums", terms=3)
+    row = {"question": "What is 1 + 2 + 3?", "answer": "6"}
+    said = ["6", "1 + 2 + 3 = 6", "6, because 1 + 2 is 3", "16", "six"]
+    results = generated(environment, [row] * 5, ScriptedClient(said), max_concurrent=1)
+    assert results.reward == [1.0, 1.0, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"101 .* 100 sums of 2 numbers up to 9"):
+        load_environment("sums", num_examples=69)
 
 
 def test_a_game_ends_when_the_number_is_found_and_later_guesses_are_worth_less():
