@@ -198,7 +198,7 @@ class PromptEncoder:
         for field, text in (*texts.items(), ("prompt", user), ("system", system)):
             if text and (token := find_control_token(text, self._control_tokens)):
                 problem = f"sample {sample.sample_id} has {token}, a control token of the tokenizer"
-                raise RecordError(problem, field=field, remedy="remove it, or write it in words")
+                raise RecordError(problem, field=field, remedy=f"remove {token} from the text")
         return self._text_of(len(sample.images), system, user)
 
     def _write(self, num_images: int, system_prompt: str | None, user_prompt: str) -> str:

@@ -105,9 +105,9 @@ def chunk_size(
     counts = (decode_batch_size, learner_world_size, *server_world_sizes)
     if min(counts) < 1 or not server_world_sizes:
         raise ValueError(
-            f"cannot split decode_batch_size {decode_batch_size} over servers of"
-            f" {list(server_world_sizes)} devices, {learner_world_size} learner ranks;"
-            " give a server, and make every count at least 1"
+            f"cannot split decode_batch_size {decode_batch_size} between {learner_world_size}"
+            f" learner ranks and servers of {list(server_world_sizes)} devices; at least one server"
+            " and numbers of at least 1 are needed"
         )
     devices = sum(server_world_sizes)
     chunk = decode_batch_size * devices // learner_world_size

@@ -53,7 +53,7 @@ class ImageNeeds:
 
     @classmethod
     def from_datasets(cls, *datasets: Dataset, enlarged: float = 1.0) -> ImageNeeds:
-        """Return the needs of all rows of the datasets.
+        """Return the largest image, and the largest number of images of a row, of all datasets.
 
         `enlarged`: the greatest factor by which `data.augment.scale` enlarges an image's sides.
         """

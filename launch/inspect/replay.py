@@ -170,7 +170,7 @@ def learn_again(
     """Train the steps in `versions` again from recorded rollouts; yield the report of each.
 
     Args:
-        config: resumes the run before the first step, and writes no files.
+        config: continues the run just before the first of these steps, and writes no files.
         logs: folder of the run's rollouts.
         versions: weight version of the learner in each step, by step number.
         examples: numbers of dataset rows of the run's environment; None without an environment.

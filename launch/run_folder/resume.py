@@ -166,8 +166,9 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
     if is_auto and not states:
         if others := [folder for folder in checkpoint_folders(run) if not folder.suffix]:
             raise ConfigError(
-                f"resume.run: {others[0]} is not a full checkpoint, so auto cannot continue from it"
-                " and would replace it by a new run; choose another telemetry.run_dir, or move it"
+                f"resume.run: auto cannot continue from {others[0]}, which is not a full"
+                " checkpoint, and a new run would replace it; choose another telemetry.run_dir, or"
+                " move the checkpoint away"
             )
         return config, None
     if is_auto or path.resolve() == run.resolve():

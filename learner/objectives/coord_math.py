@@ -97,9 +97,10 @@ def read_logits(
 ) -> LogitReading:
     """Read all values that losses need from logits over the whole vocabulary.
 
-    In addition to the logits, the pass holds one float32 copy. The backward pass also holds a mask
-    (a byte per logit) and the gradient in the logits' type. If tokens are picked, the logits of
-    these positions exist once more, and in another float32 copy (benchmarks/logit_memory.py).
+    Memory in addition to the logits: one float32 copy of them in the forward pass; in the backward
+    pass also a mask (a byte per logit) and the gradient in the logits' type. With `picked`, there
+    are two more copies of the logits at the positions of the picked tokens: one in the logits'
+    type, one in float32 (benchmarks/logit_memory.py).
 
     Args:
         logits_NV: any float type.
@@ -250,10 +251,11 @@ def mass_leak(
 
 
 def gate_of_leak(leak_T: torch.Tensor) -> torch.Tensor:
-    """Return `-log(1 - p)`, with `p = exp(-leak)` the probability of coordinate tokens: [T].
+    """Return the loss `-log(1 - p)` at text tokens: [T].
 
-    `1 - p` is clamped to at least 1e-6. A clamped gate has no gradient (decision 37), and only
-    `token_ce` moves the token.
+    `p = exp(-leak)` is the probability of all coordinate tokens together, of which a text token
+    should have none. `1 - p` is clamped to at least 1e-6. There this loss has no gradient, and only
+    the loss `token_ce` trains the token (decision 37).
     """
     # Each form is exact on its side of log 2. The clamps keep the gradient of the unused form
     # finite, because `torch.where` multiplies it by 0.

@@ -422,10 +422,10 @@ class Threads:
         if call.name not in self._warned:
             self._warned.add(call.name)
             _LOGGER.warning(
-                "plain function %s was given up, because its caller was cancelled or reached its"
-                " time limit: its thread runs until the function returns, and another takes its"
-                " place (at most %d are replaced); set a time limit for what it waits for, or write"
-                " it as `async def`",
+                "plain function %s was given up, because its caller was cancelled or reached a time"
+                " limit. The function continues in its thread until it returns, and a new thread"
+                " replaces this one (at most %d threads are replaced). Set a time limit inside the"
+                " function, or write it as `async def`",
                 call.name,
                 self._most_given_up,
             )

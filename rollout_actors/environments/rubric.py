@@ -92,10 +92,10 @@ class Rubric:
             self.add_reward_func(function, weight)
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
-        """Add a reward function. Raises ValueError if there is one of its name already.
+        """Add a reward function. Raises ValueError if another one has the same name.
 
-        As a decorator, `@rubric.add_reward_func` leaves None under the function's name. Functions
-        without a name (lambdas, partials) are numbered from the second of their kind.
+        It returns None, so a function decorated with `@rubric.add_reward_func` becomes None in its
+        module. Lambdas are called `<lambda>`, `<lambda>_2` and so on; partials likewise.
         """
         reward = Reward.from_function(func, weight)
         if reward.name == "<lambda>" or not hasattr(func, "__name__"):

@@ -73,7 +73,10 @@ A RolloutError of the run's own engines is not among them: the request was tried
 
 
 def is_rollout_client(client: Client) -> TypeIs[ConversationClient]:
-    """Return whether a client needs a separate conversation for each rollout (`EngineClient`)."""
+    """Return whether each rollout needs its own `conversation()` of this client.
+
+    Of this package's clients only `EngineClient` has this method.
+    """
     # Looked up in its class, because a mock has any attribute.
     return getattr(type(client), "conversation", None) is not None
 

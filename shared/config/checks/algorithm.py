@@ -378,8 +378,8 @@ def options_act(
     if matching.supervise_separators and not any(isinstance(one, TokenCEEntry) for one in active):
         yield Problem(
             "rollout_matching.supervise_separators",
-            "true has no effect without token_ce, which is not active on channel B",
-            "add token_ce there, or set it to false",
+            "true has no effect without the module token_ce on channel B",
+            "add token_ce to rollout_matching.pipeline, or set supervise_separators to false",
         )
     for key, is_set, kind in (
         ("ot_epsilon_cap", matching.ot_epsilon_cap is not None, GeometryKind.POLY),

@@ -340,7 +340,7 @@ def test_auto_never_begins_anew_over_weights_and_no_run_ends_before_its_checkpoi
         resumed(short)
     for state in run.glob("**/run_state"):
         shutil.rmtree(state)
-    with pytest.raises(ConfigError, match=r"not a full checkpoint, .*auto .*run_dir"):
+    with pytest.raises(ConfigError, match=r"auto .*not a full checkpoint, .*run_dir"):
         resumed(config_of("channels A and B", run, resume={"run": "auto"}))
 
 
