@@ -17,6 +17,7 @@ from shared.config.pipeline import (
     Channel,
     CoordDiagEntry,
     CoordRegEntry,
+    ImportedEntry,
     ObjectiveEntry,
     PolicyGradientEntry,
     Reads,
@@ -94,11 +95,15 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
         active = pipeline.active(Channel.B)
-        if not any(isinstance(entry, PolicyGradientEntry) and entry.teaches for entry in active):
+        # A policy gradient of weight 0 still decides the advantages, for an imported objective.
+        learning = (PolicyGradientEntry, ImportedEntry)
+        if pipeline.policy_gradient is None or not any(
+            isinstance(entry, learning) and entry.teaches for entry in active
+        ):
             yield Problem(
                 _OBJECTIVE,
-                "has no enabled policy_gradient with a weight above 0, without which"
-                f" {_TRAJECTORIES} learns nothing",
+                "has no enabled policy_gradient with a weight above 0 (or with weight 0 next to an"
+                f" objective of your own), without which {_TRAJECTORIES} learns nothing",
                 f"write an entry such as `{as_yaml(EXAMPLE_POLICY_GRADIENT)}`",
             )
         return

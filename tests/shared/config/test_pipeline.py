@@ -172,6 +172,15 @@ def test_an_imported_objective_may_be_listed_with_any_variant(load):
     assert type(config).model_validate_json(config.model_dump_json()) == config
 
 
+def test_a_policy_gradient_of_weight_0_leaves_the_learning_to_an_imported_objective():
+    silent = {f"{OBJECTIVE}[0].weight": 0.0}
+    config = load_trajectories({**silent, f"{OBJECTIVE}[1]": IMPORTED})
+    assert config.rollout_matching.pipeline.policy_gradient is not None
+    for changes in (silent, {**silent, f"{OBJECTIVE}[1]": IMPORTED | {"weight": 0.0}}):
+        (line,) = problems(changes, load_trajectories)
+        assert line.startswith("rollout_matching.pipeline.objective: ")
+
+
 def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it():
     """`stage2_rollout_aligned` handles polygons as well: they simply have no box slots."""
     pipeline = load({**ALIGNED, f"{OBJECTIVE}[2]": BBOX_GEO}).rollout_matching.pipeline
