@@ -76,7 +76,7 @@ def _draw_curve(
     """Draw the held-out reward by optimizer step; the axis goes from 0 to at least 1."""
     last_step = max(step for step, _ in points)
     highest = max(1.0, *(score for _, score in points))
-    left, right, top, bottom = MARGIN, WIDTH - MARGIN, 40, CURVE_HEIGHT - 30
+    left, right, top, bottom = MARGIN, WIDTH - MARGIN, 60, CURVE_HEIGHT - 30
 
     def place(step: int, score: float) -> tuple[float, float]:
         return (
@@ -94,7 +94,9 @@ def _draw_curve(
     for step, score in points:
         x, y = place(step, score)
         draw.ellipse((x - 4, y - 4, x + 4, y + 4), BLUE)
-        draw.text((x, y - 8), f"{score:.2f}", "black", font, anchor="mb")
+        # Inside the axes, where no label of an axis is.
+        anchor = "rb" if step == last_step else "lb"
+        draw.text((x, y - 8), f"{score:.2f}", "black", font, anchor=anchor)
         draw.text((x, bottom + 6), str(step), "black", font, anchor="ma")
 
 
