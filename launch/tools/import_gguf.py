@@ -60,7 +60,9 @@ def import_gguf(file: Path, out: Path, *, dtype: torch.dtype) -> str:
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"out: {out} is not empty; choose another folder, or remove it")
     from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": file.parent,
         "gguf_file": file.name,
