@@ -56,7 +56,7 @@ RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
     $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(2) telemetry.run_dir=$$run && \
     ln -sfn ../../$$run outputs/demo/last_$(2) && \
     $(ROLLMATCH) demo picture --run $$run && \
-    if [ -e outputs/demo/last_demo -a -e outputs/demo/last_control ]; then $(ROLLMATCH) demo compare outputs/demo/last_{demo,control}; fi
+    if [ $(2) != agent -a -e outputs/demo/last_demo -a -e outputs/demo/last_control ]; then $(ROLLMATCH) demo compare outputs/demo/last_{demo,control}; fi
 
 demo: setup
 	@$(call RUN,stage2_3v1,demo)

@@ -6,9 +6,9 @@ with the versions of torch and transformers that this project has.
 
 Both train the environment `sums` in float32 with two threads, the same rate, temperature, length
 limit, group size and number of rollouts, without a reference model; TRL generates with
-transformers, the job with three vLLM actors. They take turns in processes. Medians leave out the
-first `WARM_UP` updates of a process. Checked: both ask questions of the same training set, and the
-mean reward rises in both.
+transformers, the job with three vLLM actors. Both draw from the same training questions, in another
+order. They take turns in processes. Medians leave out the first `WARM_UP` updates of a process.
+Checked: the mean reward rises in both.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 
 WARM_UP = 2
 RATE, MAX_NEW_TOKENS, THREADS = 1e-5, 12, 2
+LIMIT_S = 3600.0
+"""Of one process."""
 PARTS = ("generate", "learn", "sync", "step")
 
 
@@ -48,6 +50,7 @@ def of_job(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ],
         check=True,
         stdout=subprocess.DEVNULL,
+        timeout=LIMIT_S,
     )
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {part: [step[f"time/{part}_s"] for step in steps] for part in PARTS} | {
@@ -66,7 +69,7 @@ def of_trl(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(THREADS)
     environment = load_environment()
-    # The key of this column is TRL's.
+    # TRL reads the column `prompt`, and passes the others to the reward function.
     rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in environment.get_dataset()]
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}
 
@@ -131,8 +134,10 @@ def in_trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             *("--updates", str(options.updates)),
         ],
         check=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "2"},
+        env=os.environ
+        | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": str(THREADS)},
         stdout=subprocess.DEVNULL,
+        timeout=LIMIT_S,
     )
     result: dict[str, Any] = json.loads(out.read_text())
     return result
@@ -152,6 +157,8 @@ def main() -> None:
         return
     if options.trl is None:
         parser.error("--trl: name an interpreter that has trl==1.16.0")
+    if options.updates <= WARM_UP:
+        parser.error(f"--updates: must be above {WARM_UP}, the updates that are left out")
     found: dict[str, list[dict[str, Any]]] = {"rollmatch": [], "trl": []}
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:

@@ -134,7 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     for command, folder in folders.items():
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
-        command.add_argument("--seed", type=int, default=17)
+        if command is not smollm:
+            command.add_argument("--seed", type=int, default=17)
     picture = commands.add_parser("picture", help="held-out samples before and after a run")
     picture.add_argument("--run", type=Path, required=True, help="the run's folder")
     picture.add_argument("--examples", type=int, default=3, help="default: %(default)s")

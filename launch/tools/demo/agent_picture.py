@@ -94,7 +94,7 @@ def _draw_curve(
     for step, score in points:
         x, y = place(step, score)
         draw.ellipse((x - 4, y - 4, x + 4, y + 4), BLUE)
-        # Inside the axes, where no label of an axis is.
+        # To the side that faces the middle, so that the first value does not cover the axis.
         anchor = "rb" if step == last_step else "lb"
         draw.text((x, y - 8), f"{score:.2f}", "black", font, anchor=anchor)
         draw.text((x, bottom + 6), str(step), "black", font, anchor="ma")
