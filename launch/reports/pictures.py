@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from launch.inspect.sample_pages.html import printable
 from learner.segments import decode_image
-from shared.grounding.evaluation import Pair, Scene
+from shared.grounding.evaluation import Pair, Scene, pair_objects
 from shared.grounding.geometry import Shape, pixels_of, vertices
 from shared.records import GeometryKind
 
@@ -35,19 +35,23 @@ TRUTH: Colour = (0, 150, 50)
 FOUND: Colour = (20, 105, 245)
 OTHER_NAME: Colour = (215, 110, 0)
 UNMATCHED: Colour = (215, 0, 40)
+REPEATED: Colour = (165, 35, 200)
 LEGEND = (
-    ("ground truth (dashed)", TRUTH),
     ("matched", FOUND),
     ("matched, other name", OTHER_NAME),
+    ("found before", REPEATED),
     ("no match", UNMATCHED),
 )
+REPEATED_IOU = 0.5
+"""Overlap with a true object from which an unmatched prediction counts as found before."""
 
 
-def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
+def draw_scene(scene: Scene, pairs: Sequence[Pair], *, only_missed: bool = False) -> Image.Image:
     """Draw the sample's first image with its ground truth and predictions, and a legend below.
 
     Args:
         pairs: matched objects (`shared.grounding.evaluation.pair_objects`), for the colours.
+        only_missed: leave out the scores, and the true objects that are matched.
 
     Raises:
         RecordError: the image is missing or has changed.
@@ -69,7 +73,12 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
         colour = UNMATCHED
         if index in matched_names:
             colour = FOUND if matched_names[index] == found.desc else OTHER_NAME
+        elif pair_objects((found,), truths, iou_threshold=REPEATED_IOU):
+            colour = REPEATED
         colours.append(colour)
+    if only_missed:
+        matched = {pair.ground_truth for pair in pairs}
+        truths = tuple(truth for index, truth in enumerate(truths) if index not in matched)
     for truth in truths:
         pen.outline(truth, TRUTH, dashed=True)
     for found, colour in zip(scene.objects, colours, strict=True):
@@ -79,8 +88,9 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair]) -> Image.Image:
     for truth in truths:
         pen.label(truth, printable(truth.desc), TRUTH, at_foot=True)
     for found, colour in zip(scene.objects, colours, strict=True):
-        pen.label(found, f"{printable(found.desc)} {found.score:.2f}", colour, at_foot=False)
-    pen.legend(height)
+        score = "" if only_missed else f" {found.score:.2f}"
+        pen.label(found, printable(found.desc) + score, colour, at_foot=False)
+    pen.legend(height, "missed (dashed)" if only_missed else "ground truth (dashed)")
     return picture
 
 
@@ -113,9 +123,9 @@ class _Pen:
         self._draw.rectangle((x, y, x + width, y + height), fill=colour)
         self._draw.text((x + 3 - left, y + 3 - top), text, fill="white", font=self._font)
 
-    def legend(self, top: int) -> None:
+    def legend(self, top: int, truth: str) -> None:
         x = 6.0
-        for text, colour in LEGEND:
+        for text, colour in ((truth, TRUTH), *LEGEND):
             self._draw.text((x, top + 4), text, fill=colour, font=self._font)
             x += self._draw.textlength(text, font=self._font) + 14
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,11 +87,16 @@ def import_gguf(file: Path, out: Path, *, dtype: torch.dtype) -> str:
     # The weights are no longer quantized. transformers would refuse to save them as such.
     model.hf_quantizer = None
     del model.config.quantization_config
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
     # transformers adds an `<|endoftext|>` to a vocabulary without one, after the last embedding.
     content["added_tokens"] = [one for one in content["added_tokens"] if one["id"] < rows]
-    (out / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed at the end, so that an interrupted call leaves nothing that looks complete.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-unfinished-", dir=out.parent) as parent:
+        folder = Path(parent) / out.name
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
+        folder.rename(out)
     return (
         f"saved     {out}: {model.config.model_type}, {model.num_parameters():,} parameters in"
         f" {str(dtype).removeprefix('torch.')}, {num_tokens:,} tokens"

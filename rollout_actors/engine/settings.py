@@ -28,6 +28,8 @@ GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:VllmRepeatGuard"
 LEAST_UTILIZATION = 0.01
 """The `gpu_memory_utilization` if `kv_cache_memory_bytes` sets the size of the key-value cache.
 vLLM does not start if this fraction of the memory is not free."""
+CPU_BLOCK_SIZE = 32
+"""Tokens in a block of the key-value cache on CPU, where vLLM supports multiples of 32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +173,16 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
     }
 
 
-def _cpu_arguments(kind: str) -> dict[str, bool]:
+def _cpu_arguments(kind: str) -> dict[str, object]:
     # On CPU a seeded request ends vLLM's engine if its prompt is processed in two steps ("CPU
     # Generator does not use offset").
-    arguments = {"enable_chunked_prefill": False}
+    arguments: dict[str, object] = {"enable_chunked_prefill": False}
     if kind in HYBRID_MODEL_TYPES:
         # Otherwise vLLM caches prefix states, which requires chunked prefill.
-        arguments["enable_prefix_caching"] = False
-    return arguments
+        return arguments | {"enable_prefix_caching": False}
+    # Only whole blocks are shared. vLLM's default of 128 tokens on CPU would compute the short
+    # prompt of a group once for each of its rollouts.
+    return arguments | {"block_size": CPU_BLOCK_SIZE}
 
 
 def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:

@@ -102,15 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{result} in {options.out}{'' if is_new else ' (there already)'}")
 
 
-def _draw(run: Path, num_examples: int) -> Path:
-    """Draw a run of detection or of an environment; return the path of the picture."""
+def _draw(runs: Sequence[Path], num_examples: int) -> Path:
+    """Draw runs of detection or one run of an environment; return the path of the picture."""
+    run = runs[0]
     if any((run / "evaluations").glob("step_*/rollouts.jsonl")):
         from launch.tools.demo.agent_picture import draw_environment_run
 
         return draw_environment_run(run, num_questions=num_examples)
-    from launch.tools.demo.picture import draw_run
+    from launch.tools.demo.picture import draw_runs
 
-    return draw_run(run, num_scenes=num_examples)
+    return draw_runs(runs, num_scenes=num_examples)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,7 +138,13 @@ def _parser() -> argparse.ArgumentParser:
         if command is not smollm:
             command.add_argument("--seed", type=int, default=17)
     picture = commands.add_parser("picture", help="held-out samples before and after a run")
-    picture.add_argument("--run", type=Path, required=True, help="the run's folder")
+    picture.add_argument(
+        "--run",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="folders of runs from the same checkpoint; demo.png is written to the first",
+    )
     picture.add_argument("--examples", type=int, default=3, help="default: %(default)s")
     compare = commands.add_parser("compare", help="which of the runs ended better")
     compare.add_argument("runs", type=Path, nargs="+", help="the runs' folders")

@@ -7,7 +7,7 @@ same arguments give the same bytes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -79,7 +79,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def tokenizer_texts(prompt: str) -> Iterator[str]:
+def tokenizer_texts(prompt: str, names: Sequence[str] = NAMES) -> Iterator[str]:
     """Yield texts with all words that the demo's tokenizer must know: prompt, roles, answers.
 
     There is one answer for each kind of geometry (box, polygon) with each order of an object's
@@ -89,11 +89,11 @@ def tokenizer_texts(prompt: str) -> Iterator[str]:
     box = GroundTruthObject(kind=GeometryKind.BBOX, bins=(0, 0, 1, 1), desc="")
     triangle = GroundTruthObject(kind=GeometryKind.POLY, bins=(0, 0, 1, 1, 0, 1), desc="")
     for shape, field_order in product((box, triangle), ("desc_first", "geometry_first")):
-        objects = [GroundTruthObject(kind=shape.kind, bins=shape.bins, desc=name) for name in NAMES]
+        objects = [GroundTruthObject(kind=shape.kind, bins=shape.bins, desc=name) for name in names]
         yield serialize_objects(objects, field_order=field_order)
 
 
-def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(prompt: str, names: Sequence[str] = NAMES) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with one token for each word of `tokenizer_texts`.
 
     After these tokens come special tokens, and then the coordinate tokens in the order of bins.
@@ -113,7 +113,11 @@ def make_tokenizer(prompt: str) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(
-        (piece for text in tokenizer_texts(prompt) for piece in re.split(r"<\|\w+\|>", text)),
+        (
+            piece
+            for text in tokenizer_texts(prompt, names)
+            for piece in re.split(r"<\|\w+\|>", text)
+        ),
         trainer,
     )
     tokenizer.add_special_tokens(
@@ -245,13 +249,19 @@ def make_demo_model(out: Path, *, seed: int, prompt: str) -> bool:
 
 
 def random_model(
-    seed: int, prompt: str, *, canvas: int, text_settings: Mapping[str, object] = NO_SETTINGS
+    seed: int,
+    prompt: str,
+    *,
+    canvas: int,
+    text_settings: Mapping[str, object] = NO_SETTINGS,
+    names: Sequence[str] = NAMES,
 ) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
-    """Return a random model and its processor for scenes of `canvas` x `canvas` pixels.
+    """Return a random model and its processor for images of `canvas` x `canvas` pixels.
 
-    `text_settings`: as in `make_config`.
+    Images of another shape are resized to about as many pixels. `text_settings`: as in
+    `make_config`. `names`: of the objects; each becomes a token.
     """
-    tokenizer = make_tokenizer(prompt)
+    tokenizer = make_tokenizer(prompt, names)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = make_config(tokenizer, canvas=canvas, text_settings=text_settings)

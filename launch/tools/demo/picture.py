@@ -1,8 +1,8 @@
-"""Draws held-out scenes before and after a run next to the ground truth, and compares runs.
+"""Draws held-out scenes before and after runs next to the ground truth, and compares runs.
 
 ::
 
-    before | after | ground truth        one row for each scene
+    before | after the run | after another run | ground truth        one row for each scene
 """
 
 from __future__ import annotations
@@ -28,34 +28,50 @@ TITLE = 34
 GAP = 8
 
 
-def draw_run(run: Path, *, num_scenes: int) -> Path:
-    """Write `demo.png` to the run folder: scenes of its first and last held-out report.
+def draw_runs(runs: Sequence[Path], *, num_scenes: int) -> Path:
+    """Write `demo.png` to the first run's folder.
 
-    Raises ConfigError if the run has fewer than two reports.
+    It shows scenes of the first run's first held-out report and of every run's last one. All runs
+    have the same initial model and held-out scenes.
+
+    Raises ConfigError if a run has fewer than two reports.
     """
-    reports = sorted((run / "evaluations").glob("step_*/predictions.jsonl"))
-    if len(reports) < 2:
-        raise ConfigError(f"{run}: has {len(reports)} held-out reports; two are needed")
-    data = json.loads((run / "config.json").read_text())["data"]
+    reports = []
+    for run in runs:
+        of_run = sorted((run / "evaluations").glob("step_*/predictions.jsonl"))
+        if len(of_run) < 2:
+            raise ConfigError(f"{run}: has {len(of_run)} held-out reports; two are needed")
+        reports.append(of_run)
+    config = json.loads((runs[0] / "config.json").read_text())
+    data = config["data"]
     held_out = load_dataset(
         Path(data["val"]), on_bad_row=data["on_bad_row"], sort_objects=True, check_images=False
     )
-    before, after = (_objects_by_sample(reports[index]) for index in (0, -1))
-    # Reports lack rows that the run skipped, such as rows without their image.
-    samples = [sample for sample in held_out.samples if sample.sample_id in before][:num_scenes]
+    shown = {"before": reports[0][0]}
+    for run, of_run in zip(runs, reports, strict=True):
+        variant = json.loads((run / "config.json").read_text())["custom"]["trainer_variant"]
+        shown["supervised only" if variant == "stage1_sft" else "with rollouts"] = of_run[-1]
+    found = {title: _objects_by_sample(report) for title, report in shown.items()}
+    # Reports lack rows that a run skipped, such as rows without their image.
+    samples = [
+        sample
+        for sample in held_out.samples
+        if all(sample.sample_id in of_report for of_report in found.values())
+    ][:num_scenes]
     columns = []
-    for title, found in (
-        (f"before ({_headline(reports[0])})", before),
-        (f"after ({_headline(reports[-1])})", after),
-        ("ground truth", {}),
-    ):
-        objects = [found.get(sample.sample_id, ()) for sample in samples]
-        columns.append(_column(title, samples, objects))
+    for title, report in shown.items():
+        objects = [found[title][sample.sample_id] for sample in samples]
+        columns.append(_column(f"{title} ({_headline(report)})", samples, objects))
+    truths = [
+        tuple(ScoredObject(one.kind, one.bins, one.desc, 1.0) for one in sample.objects)
+        for sample in samples
+    ]
+    columns.append(_column("ground truth", samples, truths))
     width, height = columns[0].size
     whole = Image.new("RGB", (len(columns) * (width + GAP) - GAP, height), "white")
     for place, column in enumerate(columns):
         whole.paste(column, (place * (width + GAP), 0))
-    out = run / "demo.png"
+    out = runs[0] / "demo.png"
     whole.save(out, optimize=True)
     return out
 
@@ -118,7 +134,7 @@ def _column(
     for position, (sample, objects) in enumerate(zip(samples, found, strict=True)):
         scene = Scene(position, sample, objects, dropped=(), truncated=False)
         pairs = pair_objects(objects, sample.objects, iou_threshold=IOU)
-        pictures.append(draw_scene(scene, pairs))
+        pictures.append(draw_scene(scene, pairs, only_missed=True))
     width = max(picture.width for picture in pictures)
     height = sum(picture.height + GAP for picture in pictures)
     column = Image.new("RGB", (width, TITLE + height), "white")

@@ -14,7 +14,14 @@ from scene_support import guess, png, random_scenes, scene, truth
 
 from launch.reports.detection import make_report
 from launch.reports.page import answer_line, page, report_tables, write_report
-from launch.reports.pictures import FOUND, OTHER_NAME, TRUTH, UNMATCHED, draw_scene
+from launch.reports.pictures import (
+    FOUND,
+    OTHER_NAME,
+    REPEATED,
+    TRUTH,
+    UNMATCHED,
+    draw_scene,
+)
 from launch.tools.coco import read_predictions
 from shared.config import RunConfig
 from shared.errors import StorageError
@@ -264,6 +271,26 @@ def test_a_picture_shows_ground_truth_dashed_and_predictions_by_what_became_of_t
     assert TRUTH in colours(slice(210, 336), slice(0, 3))
     # Dashes leave the image in between.
     assert (90, 90, 90) in colours(slice(210, 330), slice(0, 1))
+
+
+def test_a_picture_tells_an_object_that_was_found_before_from_one_without_a_match():
+    truths = [truth(0, 0, 200, 400), truth(300, 0, 500, 400)]
+    found = [guess(0, 0, 190, 400), guess(0, 0, 200, 300), guess(800, 0, 990, 400)]
+    pairs = pair_objects(found, truths, iou_threshold=0.5)
+    of = scene(0, truths, found, image=png())
+
+    def colours(picture, rows, columns):
+        return {tuple(map(int, pixel)) for pixel in picture[rows, columns].reshape(-1, 3)}
+
+    page = np.asarray(draw_scene(of, pairs))
+    # The lower edge of the second prediction, and the left edge of the third.
+    assert REPEATED in colours(page, slice(105, 114), 60)
+    assert UNMATCHED in colours(page, 80, slice(479, 484))
+    demo = np.asarray(draw_scene(of, pairs, only_missed=True))
+    # The upper edge of the second true object is missed; the lower edge of the first is not.
+    assert TRUTH in colours(demo, slice(0, 2), slice(190, 300))
+    assert TRUTH in colours(page, slice(140, 152), slice(0, 100))
+    assert TRUTH not in colours(demo, slice(140, 152), slice(0, 100))
 
 
 @pytest.mark.parametrize("size", [(2, 2), (20_000, 2), (700, 700)])

@@ -131,6 +131,11 @@ def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
     assert "enable_chunked_prefill" not in engine_arguments(settings_of(device=Device.CUDA))
 
 
+def test_blocks_of_32_tokens_are_shared_on_cpu_and_vllm_chooses_their_size_on_a_gpu():
+    assert engine_arguments(settings_of(device=Device.CPU))["block_size"] == 32
+    assert "block_size" not in engine_arguments(settings_of(device=Device.CUDA))
+
+
 @pytest.mark.parametrize(("kind", "cuts"), [("internvl", True), ("qwen3_vl", False)])
 def test_an_engine_is_told_where_a_processor_cuts_tiles(
     tmp_path: Path, kind: str, cuts: bool

@@ -10,10 +10,11 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from launch.tools.demo.__main__ import main
-from launch.tools.demo.crowded_model import NOTHING, TOKENS, dense_labels
+from launch.tools.demo.crowded_model import labelled
 from launch.tools.demo.language_model import make_demo_lm
 from launch.tools.demo.model import make_demo_model
 from launch.tools.demo.scenes import Digit, Placed
+from launch.tools.demo.tower import LabelledBox, dense_labels
 from shared.grounding.serialize import serialize_objects
 from shared.prompts import DEFAULT_USER_PROMPT, detection_messages
 from shared.records import GeometryKind, GroundTruthObject
@@ -138,19 +139,23 @@ def placed(name: str, left: int, top: int, size: int) -> Placed:
     return Placed(Digit(np.zeros((8, 8), dtype=np.uint8), name), left, top, size, canvas=160)
 
 
+def name_and_edges(scene):
+    (one,) = labelled([scene])
+    labels = dense_labels(one.boxes, one.image.size, (10, 10))
+    return labels.name.reshape(10, 10), labels.edges.reshape(10, 10, 4)
+
+
 def test_a_token_is_labelled_with_the_digit_that_its_middle_lies_on():
     # Middles of tokens are at 8, 24, 40, ...
     six = placed("six", 16, 32, 32)
-    labels = dense_labels([six, placed("", 64, 64, 16)])
-    digit = labels.digit.reshape(TOKENS, TOKENS)
-    assert {(int(y), int(x)) for y, x in np.argwhere(digit == 6)} == {
+    name, edges = name_and_edges([six, placed("", 64, 64, 16)])
+    assert {(int(y), int(x)) for y, x in np.argwhere(name == 6)} == {
         (2, 1),
         (2, 2),
         (3, 1),
         (3, 2),
     }
-    assert (digit == NOTHING).sum() == TOKENS * TOKENS - 4
-    edges = labels.edges.reshape(TOKENS, TOKENS, 4)
+    assert (name == -1).sum() == 10 * 10 - 4
     assert edges[2, 1] * 48 == pytest.approx([8, 8, 24, 24])
     assert edges[3, 2] * 48 == pytest.approx([24, 24, 8, 8])
 
@@ -159,9 +164,16 @@ def test_where_two_digits_overlap_a_token_is_of_the_nearer_one():
     left = placed("one", 0, 0, 32)
     right = placed("two", 16, 0, 48)
     for scene in ([left, right], [right, left]):
-        digit = dense_labels(scene).digit.reshape(TOKENS, TOKENS)
+        name, _ = name_and_edges(scene)
         # Both lie on the middle (24, 8): 11 pixels from that of "one", 22 from that of "two".
-        assert digit[0, :4].tolist() == [1, 1, 2, 2]
+        assert name[0, :4].tolist() == [1, 1, 2, 2]
+
+
+def test_labels_of_an_image_that_is_not_square_follow_its_width_and_height():
+    # 4 x 2 tokens of 20 x 20 pixels; middles are at 10, 30, 50, 70 and at 10, 30.
+    labels = dense_labels([LabelledBox(20, 20, 60, 40, 2)], (80, 40), (4, 2))
+    assert labels.name.reshape(2, 4).tolist() == [[-1] * 4, [-1, 2, 2, -1]]
+    assert labels.edges.reshape(2, 4, 4)[1, 1] * 24 == pytest.approx([10, 10, 30, 10])
 
 
 def test_the_tower_alone_is_taught_and_the_same_arguments_give_the_same_weights(tmp_path, capsys):

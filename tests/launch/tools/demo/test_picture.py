@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image, ImageChops
 
-from launch.tools.demo.picture import TITLE, compare_runs, draw_run
+from launch.tools.demo.picture import TITLE, compare_runs, draw_runs
 from launch.tools.demo.scenes import make_crowded_data
 from shared.dataset import load_dataset
 from shared.errors import ConfigError
@@ -36,12 +37,19 @@ def run(tmp_path: Path) -> Path:
         (report / "predictions.jsonl").write_text("\n".join(rows) + "\n")
         detection = {"detection": [{"class_aware": {"f1": float(bool(step))}}]}
         (report / "report.json").write_text(json.dumps(detection))
-    (run / "config.json").write_text(json.dumps({"data": {"val": str(val), "on_bad_row": "skip"}}))
+    (run / "config.json").write_text(
+        json.dumps(
+            {
+                "data": {"val": str(val), "on_bad_row": "skip"},
+                "custom": {"trainer_variant": "stage2_two_channel"},
+            }
+        )
+    )
     return run
 
 
 def test_before_after_and_ground_truth_lie_side_by_side(run: Path) -> None:
-    with Image.open(draw_run(run, num_scenes=2)) as picture:
+    with Image.open(draw_runs([run], num_scenes=2)) as picture:
         width, height = picture.width // 3, picture.height
         before, after, truth = (
             picture.crop(
@@ -54,20 +62,33 @@ def test_before_after_and_ground_truth_lie_side_by_side(run: Path) -> None:
     assert after.getcolors(1 << 20) != truth.getcolors(1 << 20)
 
 
+def test_another_run_from_the_same_checkpoint_is_one_more_column(run: Path) -> None:
+    with Image.open(draw_runs([run], num_scenes=1)) as picture:
+        alone = picture.size
+    other = run.with_name("other")
+    shutil.copytree(run, other)
+    config = json.loads((other / "config.json").read_text())
+    config["custom"]["trainer_variant"] = "stage1_sft"
+    (other / "config.json").write_text(json.dumps(config))
+    with Image.open(draw_runs([run, other], num_scenes=1)) as picture:
+        beside = picture.size
+    assert (beside[0] / alone[0], beside[1]) == (pytest.approx(4 / 3, rel=0.01), alone[1])
+
+
 def test_rows_that_the_run_left_out_are_not_drawn(run: Path) -> None:
     """The first scene's picture could not be read then, and a row behind it is no record."""
     for predictions in run.glob("evaluations/*/predictions.jsonl"):
         predictions.write_text(predictions.read_text().splitlines()[1] + "\n")
     val = Path(json.loads((run / "config.json").read_text())["data"]["val"])
     val.write_text(val.read_text() + "{}\n")
-    with Image.open(draw_run(run, num_scenes=2)) as picture:
+    with Image.open(draw_runs([run], num_scenes=2)) as picture:
         assert picture.height < 2 * picture.width // 3, "one scene alone"
 
 
 def test_a_run_with_one_report_has_no_picture(run: Path) -> None:
     (run / "evaluations" / "step_000005" / "predictions.jsonl").unlink()
     with pytest.raises(ConfigError, match="has 1 held-out report"):
-        draw_run(run, num_scenes=1)
+        draw_runs([run], num_scenes=1)
 
 
 def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""Compare ways of continued training on photographs: blood cells, from a model of this project.
+
+    python -m benchmarks.photographs --source FOLDER [--out outputs/photographs] [--arms NAME ...]
+                                     [--seeds 1 2 3] [--jobs 2]
+    python -m benchmarks.photographs --table
+
+`--source` is BCCD in Pascal VOC's layout: 364 photographs of 640 x 480 pixels with 13 red cells,
+white cells and platelets each, MIT licence (https://github.com/Shenggan/BCCD_Dataset). The arms and
+the table are those of `benchmarks.evidence`, which the initial checkpoint's training follows too.
+The test split is used only by the arms. Results are in docs/explanation/evidence.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import evidence
+from launch.tools.demo.crowded_model import TEXT_SETTINGS
+from launch.tools.demo.model import random_model
+from launch.tools.demo.once import make_once
+from launch.tools.demo.tower import LabelledBox, LabelledImage, teach_tower
+from learner.data.augment import Augmenter
+from learner.segments import decode_image
+from shared.config.model import AugmentSection
+from shared.dataset import Draw, load_dataset
+from shared.prompts import DEFAULT_USER_PROMPT
+from shared.records import Sample
+from shared.tokens.vocabulary import NUM_BINS, coord_token
+
+NAMES = ("RBC", "WBC", "Platelets")
+SIDE = 224
+"""Images are resized to about this number of pixels, squared: 256 x 192, which are 192 tokens."""
+TOWER_UPDATES = 800
+FALL_UPDATES = 2400
+AUGMENT = AugmentSection(flip=0.5, crop=0.6, colour=0.2)
+SIZES = (
+    "global_max_length=1024",
+    "rollout_matching.max_new_tokens=576",  # 32 objects; no photograph has more than 30
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", type=Path, help="BCCD's folder, with Annotations")
+    arms = ["sft", "b_50", "best", "sft_wall"]
+    evidence.add_options(parser, Path("outputs/photographs"), arms)
+    options = parser.parse_args()
+    if options.source is None and not options.table:
+        sys.exit("--source: give BCCD's folder, which has Annotations, ImageSets and JPEGImages")
+    results = evidence.RESULTS / "photographs"
+    make = partial(make_start, options.source, results)
+    evidence.run(evidence.Task(results, make, overrides()), options)
+
+
+def overrides() -> list[str]:
+    """Return the overrides of all runs, with augmentation as for the tower."""
+    augment = AUGMENT.model_dump(mode="json", exclude_defaults=True)
+    changes = [f"+data.augment.{key}={value}".replace(" ", "") for key, value in augment.items()]
+    return [*SIZES, *changes]
+
+
+def make_start(source: Path, results: Path, out: Path) -> Path:
+    """Import the photographs, train the tower and the model; return the best checkpoint."""
+    for split in ("train", "val", "test"):
+        records = out / "data" / f"{split}.jsonl"
+        if not records.exists():
+            arguments = ["format=voc", f"source={source}", f"split={split}", f"out={records}"]
+            command = [sys.executable, "-m", "launch.tools.import_data", *arguments]
+            subprocess.run(command, cwd=evidence.ROOT, check=True)
+    make_model(out / "model", out / "data" / "train.jsonl")
+    common = [*overrides(), f"training.seed={evidence.SEED}"]
+    common += [f"training.effective_batch_size={evidence.START_BATCH}"]
+    common += evidence.data(out / "data", "val")
+    before = out / "start_falls"
+    evidence.train(
+        "crowded_sft",
+        before,
+        *common,
+        f"training.learning_rate={evidence.START_RATE:g}",
+        "training.lr_schedule=cosine",
+        f"training.min_lr_ratio={evidence.RATE / evidence.START_RATE:g}",
+        f"training.max_steps={FALL_UPDATES}",
+        f"model.path={out / 'model'}",
+    )
+    of_model = f"model.path={before / 'checkpoint'}"
+    return evidence.train_until_flat(out, results, *common, of_model)
+
+
+def make_model(out: Path, train: Path) -> None:
+    """Write a Qwen3-VL of 3.3 million parameters, with a tower taught on training photographs."""
+
+    def make(folder: Path) -> None:
+        model, processor = random_model(
+            evidence.SEED,
+            DEFAULT_USER_PROMPT,
+            canvas=SIDE,
+            text_settings=TEXT_SETTINGS,
+            names=NAMES,
+        )
+        first = processor.tokenizer.convert_tokens_to_ids(coord_token(0))
+        torch.manual_seed(evidence.SEED)
+        teach_tower(
+            model.model.visual,
+            processor.image_processor,
+            model.get_input_embeddings().weight[first : first + NUM_BINS].detach(),
+            photographs(train),
+            num_names=len(NAMES),
+            steps=TOWER_UPDATES,
+            report=partial(print, flush=True),
+        )
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+    settings: dict[str, str | int] = {"seed": evidence.SEED, "tower_steps": TOWER_UPDATES}
+    make_once(out, settings, make)
+
+
+def photographs(train: Path) -> Iterator[LabelledImage]:
+    """Yield training photographs, in a new order and augmented anew each epoch."""
+    samples = load_dataset(train, on_bad_row="error", sort_objects=True, check_images=False).samples
+    augmenter = Augmenter(AUGMENT, evidence.SEED, fits=lambda sample: True)
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(epoch)
+        for row in torch.randperm(len(samples), generator=generator).tolist():
+            draw = Draw(source=0, epoch=epoch, row=row)
+            yield labelled(augmenter(samples[row], draw).sample)
+        epoch += 1
+
+
+def labelled(sample: Sample) -> LabelledImage:
+    """Return the sample's image with its boxes in pixels."""
+    image = decode_image(sample.images[0])
+    boxes = []
+    for one in sample.objects:
+        left, top, right, bottom = (
+            bin_ * (side - 1) / (NUM_BINS - 1)
+            for bin_, side in zip(one.bins, image.size * 2, strict=True)
+        )
+        # A box contains its last pixel.
+        boxes.append(LabelledBox(left, top, right + 1, bottom + 1, NAMES.index(one.desc)))
+    return LabelledImage(image, boxes)
+
+
+if __name__ == "__main__":
+    main()
