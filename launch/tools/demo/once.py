@@ -27,7 +27,6 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
             "crowded": "crowded",
             "crowded_model": "crowded-model",
             "crowded_untrained": "crowded-model --tower-steps 0",
-            "start": "trained +experiment=demo_start data.val=null",
             "stage1_polygons": "trained +experiment=stage1_polygons",
             "lm": "language-model",
             "lm_tools": "language-model --tools",
@@ -41,7 +40,6 @@ UNTRAINED: Mapping[Path, Path] = MappingProxyType(
         Path("outputs/demo") / trained: Path("outputs/demo") / untrained
         for trained, untrained in {
             "crowded_model": "crowded_untrained",
-            "start": "crowded_untrained",
             "stage1_polygons": "model",
         }.items()
     }
@@ -89,9 +87,6 @@ def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
             "launch.train", *overrides, f"telemetry.run_dir={folder}", f"telemetry.name={out.name}"
         )
 
-    # Until 2026-11-28 the Makefile made the same runs, without SETTINGS_FILE.
-    if out in DEMO_FOLDERS and _is_complete_run(out) and not (out / SETTINGS_FILE).exists():
-        return False
     return make_once(out, {"overrides": " ".join(overrides)}, train)
 
 
@@ -144,10 +139,6 @@ def _model_folder(model: ModelSection) -> Path:
 
 def _command(folder: Path) -> str:
     return f"rollmatch demo {' '.join(DEMO_FOLDERS[folder])} --out {folder}"
-
-
-def _is_complete_run(folder: Path) -> bool:
-    return (folder / "checkpoint" / "config.json").is_file()
 
 
 def _run(*words: str) -> None:

@@ -87,39 +87,25 @@ def test_a_trained_start_is_made_for_the_checkpoint_in_it_and_only_kept_whole(
         return Mock(returncode=outcomes.pop(0))
 
     monkeypatch.setattr("subprocess.run", run)
-    config = load(LANGUAGE_MODEL | {"model.path": "outputs/demo/start/checkpoint"})
+    config = load(LANGUAGE_MODEL | {"model.path": "outputs/demo/stage1_polygons/checkpoint"})
     with pytest.raises(SystemExit):
         make_missing_demo_files(config, lambda line: None)
     assert list((tmp_path / "outputs/demo").iterdir()) == []
     make_missing_demo_files(config, lambda line: None)
-    assert (tmp_path / "outputs/demo/start" / SETTINGS_FILE).is_file()
-    _, *overrides = DEMO_FOLDERS[Path("outputs/demo/start")]
+    assert (tmp_path / "outputs/demo/stage1_polygons" / SETTINGS_FILE).is_file()
+    _, *overrides = DEMO_FOLDERS[Path("outputs/demo/stage1_polygons")]
     assert [list(words[: len(overrides)]) for words in runs] == [overrides, overrides]
-
-
-def test_a_start_that_the_makefile_once_trained_is_taken_and_half_a_one_is_not(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    checkpoint = tmp_path / "outputs/demo/start/checkpoint"
-    checkpoint.mkdir(parents=True)
-    with pytest.raises(SystemExit):
-        main(["trained", "+experiment=demo_start"])
-    assert "was not made by this command" in capsys.readouterr().out
-    (checkpoint / "config.json").write_text("{}")
-    main(["trained", "+experiment=demo_start"])
-    assert "there already" in capsys.readouterr().out
 
 
 def test_preflight_trains_no_start_and_looks_at_an_untrained_model_of_its_shape(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    start = Path("outputs/demo/start")
+    start = Path("outputs/demo/stage1_polygons")
     config = load(LANGUAGE_MODEL | {"model.path": str(start / "checkpoint")})
     shown = []
     assert untrained_model(config.model, shown.append).path == str(UNTRAINED[start])
-    assert len(shown) == 1 and "rollmatch demo trained +experiment=demo_start" in shown[0]
+    assert len(shown) == 1 and "rollmatch demo trained +experiment=stage1_polygons" in shown[0]
     assert UNTRAINED.keys() | set(UNTRAINED.values()) <= DEMO_FOLDERS.keys()
     start.mkdir(parents=True)
     assert untrained_model(config.model, pytest.fail) == config.model
