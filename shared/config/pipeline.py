@@ -453,9 +453,8 @@ class ImportedEntry(PipelineEntry):
     """Name of your own objective class, as `module:Class`. `module` is a Python module, which is
     also searched for in the working directory."""
     advantages: AdvantageConfig | None = None
-    """The class is a policy gradient in place of `policy_gradient`: these keys decide the
-    advantages and weights of the sampled tokens that it learns. They are the keys of
-    `policy_gradient`. null: the class is no policy gradient."""
+    """The class replaces `policy_gradient`: these keys, which `policy_gradient` has too, decide the
+    advantages and weights of the sampled tokens that it learns. null: the class does not."""
     config: dict[str, Any]
     """The settings of the class. Its `Config` checks them when the class is imported, which needs
     torch."""
