@@ -279,6 +279,9 @@ class LogitsPass:
 
         # Keep this order: a backward adds gradients in the order in which its graph was built.
         text_ce_X = -logprobs(text.at, _PLAIN) if needs.text_ce else None
+        text_uniform_ce_X = None
+        if reading.mean_logits_N is not None:
+            text_uniform_ce_X = log_normalizers[_PLAIN][text.at] - reading.mean_logits_N[text.at]
         text_gate_X = None
         if needs.text_gate is not None:
             text_gate_X = coord_math.gate_of_leak(leak(text.at, needs.text_gate))
@@ -302,12 +305,14 @@ class LogitsPass:
             learned_logprobs_M=sampled_logprobs(learned.at) if needs.learned else None,
             reference=reference,
             top_logprobs_MJ=top_logprobs_MJ,
+            text_uniform_ce_X=text_uniform_ce_X,
         )
 
     def _normalizers(self, num_sampled: int) -> tuple[Normalizer, ...]:
         """List the needed normalizers without duplicates, in an order that is always the same."""
         needs = self.needs
-        wanted = [_PLAIN] if needs.text_ce or needs.coord_mass else []
+        of_plain = needs.text_ce or needs.text_uniform_ce or needs.coord_mass
+        wanted = [_PLAIN] if of_plain else []
         gates = (needs.text_gate, needs.coord_gate)
         wanted += [Normalizer(temperature) for temperature in gates if temperature is not None]
         if num_sampled:
@@ -339,6 +344,7 @@ class LogitsPass:
                 self.coord_ids_C,
                 normalizers,
                 picked_here,
+                mean=self.needs.text_uniform_ce,
             )
 
         # A chunk's logits are recomputed in its backward, so only one chunk's logits are in memory.
@@ -349,11 +355,13 @@ class LogitsPass:
         ]
         by_normalizer = zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)
         of_picked = [chunk.picked_logits_MJ for chunk in chunks if picked is not None]
+        means = [chunk.mean_logits_N for chunk in chunks if self.needs.text_uniform_ce]
         return LogitReading(
             torch.cat([chunk.token_logits_N for chunk in chunks]),
             torch.cat([chunk.coord_logits_PC for chunk in chunks]),
             tuple(torch.cat(of_chunks) for of_chunks in by_normalizer),
             torch.cat(of_picked) if of_picked else None,
+            torch.cat(means) if means else None,
         )
 
 

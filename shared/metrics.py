@@ -70,7 +70,8 @@ loss/policy_gradient | sum | Ratio times advantage of sampled tokens, negated. I
     progress: it is near 0 when engine and learner agree.
 loss/reference_kl | sum | KL divergence of sampled tokens from the model at the start of the run,
     in nats, without the module's weight.
-# How far the learner is from the engines that sampled; only with `policy_gradient`.
+# How far the learner is from the engines that sampled. Ratio and clip are those of
+# `policy_gradient`; a policy gradient of the user's own has only difference and entropy.
 policy/ratio | mean | Learner's probability of a sampled token divided by the engine's, truncated at
     `ratio_cap`; with another `ratio_level` the ratio of its model call.
 policy/clipped_share | mean | Share of sampled tokens that the clip range excludes from learning.

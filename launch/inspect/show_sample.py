@@ -34,7 +34,7 @@ from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section
 from shared.config.model import DataSection
-from shared.config.pipeline import Channel, PipelineSection, PolicyGradientEntry
+from shared.config.pipeline import Channel, PipelineSection
 from shared.errors import ConfigError, RecordError
 from shared.grounding.serialize import AnswerFormat
 from shared.prompts import detection_messages
@@ -296,11 +296,9 @@ def _rollout_notes(
     section: EnvironmentSection, pipeline: PipelineSection, line: TrajectoryRecord
 ) -> tuple[str, ...]:
     changes = []
-    for entry in pipeline.active(Channel.B):
-        if isinstance(entry, PolicyGradientEntry):
-            changes += ["advantage_std"] if entry.config.advantage_std else []
-            baseline = entry.config.advantage_baseline
-            changes += [] if baseline == "mean" else [baseline]
+    for _, config in pipeline.policy_gradients():
+        changes += ["advantage_std"] if config.advantage_std else []
+        changes += [] if config.advantage_baseline == "mean" else [config.advantage_baseline]
     if section.teacher is not None:
         changes.append("the teacher's log-probabilities")
     notes = []

@@ -2,9 +2,9 @@
 
     advantage = (reward - baseline(group)) / (std(group) + epsilon)   division: if `advantage_std`
 
-Environments send rewards, and this module computes the advantages. To add a baseline, write a
-function, add it to `BASELINES`, and add its name to `PolicyGradientConfig.advantage_baseline`.
-Advantages that an environment sets itself are marked (`token_is_relative` 0) and used unchanged.
+Environments send rewards, and this module computes the advantages. `advantage_baseline` may name a
+function of the user's own module (`Baseline`). Advantages that an environment sets itself are
+marked (`token_is_relative` 0) and used unchanged.
 
 With a teacher (`environment.teacher`) a sampled token's advantage is
 
@@ -35,19 +35,24 @@ each, and if the step's only other rollout has 6 tokens, the divisor is 10.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from numbers import Real
 from statistics import fmean
 
 from shared.config.algorithm import TeacherSection
-from shared.config.pipeline import PolicyGradientConfig
+from shared.config.pipeline import AdvantageConfig, imported
+from shared.errors import ConfigError
 from shared.trajectory import TrainingExample, has_signal
 
 Baseline = Callable[[float, Sequence[float]], float]
-"""A function of a rollout's reward and all rewards of its group. It returns the reward minus a
-baseline. The rewards are not all equal."""
+"""A function of a rollout's reward and all rewards of its group, in the order of the rollouts. It
+returns the rollout's advantage: the reward minus a baseline. It is not called for a group with
+equal rewards, whose advantages are 0."""
 
 
 def less_mean(reward: float, rewards: Sequence[float]) -> float:
@@ -66,7 +71,44 @@ def less_mean_of_others(reward: float, rewards: Sequence[float]) -> float:
 
 
 BASELINES: dict[str, Baseline] = {"mean": less_mean, "leave_one_out": less_mean_of_others}
-"""The baseline function for each value of the configuration key `advantage_baseline`."""
+"""The baseline function for each built-in value of the key `advantage_baseline`."""
+
+
+def find_baseline(name: str, path: str) -> Baseline:
+    """Return the function that the key `advantage_baseline` names, built in or `module:function`.
+
+    Args:
+        path: the key's path, for messages.
+
+    Raises:
+        ConfigError: the module or function is not found, or the function does not take a reward
+            and the group's rewards. The returned function raises it too, if its result is not a
+            finite number.
+    """
+    if name in BASELINES:
+        return BASELINES[name]
+    function = imported(name, path)
+    remedy = "define `def less_median(reward: float, rewards: Sequence[float]) -> float`"
+    if not callable(function):
+        raise ConfigError(f"{path}: {name} is not a function; {remedy}")
+    try:
+        inspect.signature(function).bind(0.0, (0.0, 1.0))
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        raise ConfigError(
+            f"{path}: {name} cannot be called with a reward and its group's rewards ({error});"
+            f" {remedy}"
+        ) from error
+
+    def checked(reward: float, rewards: Sequence[float]) -> float:
+        advantage = function(reward, rewards)
+        if not isinstance(advantage, Real) or not math.isfinite(advantage):
+            raise ConfigError(
+                f"{path}: {name} returned {advantage!r} for the reward {reward!r} of a group with"
+                f" the rewards {list(rewards)}; it must return a finite number"
+            )
+        return float(advantage)
+
+    return checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +144,20 @@ class TokenAdvantages:
         assert all(a < b for a, b in pairwise(self.positions))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdvantageEstimator:
-    """Computes advantage and weight of each sampled token, as `policy_gradient` is configured."""
+    """Computes advantage and weight of each sampled token, as the policy gradient is configured."""
 
-    config: PolicyGradientConfig
+    config: AdvantageConfig
     max_new_tokens: int
     """Longest answer in tokens: with `normalize: constant` each token weighs 1 / this number."""
     teacher: TeacherSection | None = None
     """The section with the weights of teacher and reward; None without a teacher model."""
+
+    @cached_property
+    def baseline(self) -> Baseline:
+        """The function that `advantage_baseline` names."""
+        return find_baseline(self.config.advantage_baseline, "advantage_baseline")
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int
@@ -124,14 +171,13 @@ class AdvantageEstimator:
         Raises:
             ValueError: the example's rollouts were not scored, or an advantage or log-probability
                 of a learned token is not finite.
+            ConfigError: an imported baseline returned something other than a finite number.
         """
         positions = [index for index, is_learned in enumerate(example.mask) if is_learned]
         assert not positions or positions[0] >= start
         config = self.config
         std_epsilon = config.advantage_epsilon if config.advantage_std else None
-        advantages = token_advantages(
-            example, std_epsilon=std_epsilon, baseline=config.advantage_baseline
-        )
+        advantages = token_advantages(example, std_epsilon=std_epsilon, baseline=self.baseline)
         teacher_logprobs = None
         if self.teacher is not None:
             advantages = [self.teacher.reward_weight * advantage for advantage in advantages]
@@ -177,7 +223,7 @@ class AdvantageEstimator:
 
 
 def token_advantages(
-    example: TrainingExample, *, std_epsilon: float | None, baseline: str = "mean"
+    example: TrainingExample, *, std_epsilon: float | None, baseline: Baseline = less_mean
 ) -> list[float]:
     """Return the advantage of each token of an example: [L], 0 for tokens that are not learned.
 
@@ -216,14 +262,18 @@ def own_advantages(example: TrainingExample) -> tuple[list[float], Sequence[bool
 
 
 def group_advantage(
-    reward: float, rewards: Sequence[float], *, std_epsilon: float | None, baseline: str = "mean"
+    reward: float,
+    rewards: Sequence[float],
+    *,
+    std_epsilon: float | None,
+    baseline: Baseline = less_mean,
 ) -> float:
     """Return the advantage of a rollout with `reward`, compared with all `rewards` of its group.
 
     Args:
         std_epsilon: divide by (standard deviation of the rewards + `std_epsilon`). None: do not
             divide.
-        baseline: a key of `BASELINES`.
+        baseline: computes the advantage before this division.
 
     Example:
         >>> group_advantage(1.0, [1.0, 0.0], std_epsilon=None)
@@ -232,7 +282,7 @@ def group_advantage(
     # If the rewards differ only by rounding, every advantage is exactly 0.
     if not has_signal(rewards):
         return 0.0
-    advantage = BASELINES[baseline](reward, rewards)
+    advantage = baseline(reward, rewards)
     return advantage if std_epsilon is None else advantage / (_deviation(rewards) + std_epsilon)
 
 

@@ -48,7 +48,7 @@ from learner.targets import AdvantageTarget
 from shared.chunking import rank_share
 from shared.config import RunConfig
 from shared.dataset import RowStream
-from shared.errors import RolloutError
+from shared.errors import ConfigError, RolloutError
 from shared.prompts import Prompts
 from shared.records import ImageRef, Sample
 from shared.rollouts import DecodeMode, DecodeSettings
@@ -389,6 +389,8 @@ class TrajectoryBatch(AlgorithmStep):
                 learned = trajectory_target(
                     example, self._algorithm.estimator, num_of_rollout=num_of_rollout
                 )
+            except ConfigError:  # of the user's baseline, not of the rollout
+                raise
             except ValueError as error:
                 raise RolloutError(str(error), actor=rollout.actor, phase="score") from error
             if learned is not None:

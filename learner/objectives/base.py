@@ -113,6 +113,8 @@ class LogitNeeds:
     """
 
     text_ce: bool = False
+    text_uniform_ce: bool = False
+    """Whether the cross-entropy with a uniform target is needed, at text tokens."""
     text_gate: float | None = None
     """Temperature of the gate at text tokens (`RowValues.text_gate_X`). None: not needed."""
     coord_gate: float | None = None
@@ -188,6 +190,9 @@ class RowValues:
     top_logprobs_MJ: torch.Tensor | None = None
     """The learner's log-probabilities of the reference's most probable tokens
     (`reference.top_ids_MT`), and of all other tokens together."""
+    text_uniform_ce_X: torch.Tensor | None = None
+    """Cross-entropy with a uniform target at each text token, in nats: the mean of `-log p` over
+    the whole vocabulary."""
 
 
 class ObjectiveLoss(NamedTuple):

@@ -85,6 +85,8 @@ class LogitReading(NamedTuple):
     """`logsumexp(logits / T)` at each position without the excluded ids, for each normalizer."""
     picked_logits_MJ: torch.Tensor | None
     """J = K + 1: the logits of the picked tokens, then one logit for all other tokens together."""
+    mean_logits_N: torch.Tensor | None = None
+    """The mean over the vocabulary of the logits at each position."""
 
 
 def read_logits(
@@ -94,6 +96,8 @@ def read_logits(
     coord_ids_C: torch.Tensor,
     normalizers: tuple[Normalizer, ...],
     picked: PickedTokens | None = None,
+    *,
+    mean: bool = False,
 ) -> LogitReading:
     """Read all values that losses need from logits over the whole vocabulary.
 
@@ -109,11 +113,12 @@ def read_logits(
         coord_ids_C: int64, the token id of each coordinate bin.
         normalizers: the softmaxes whose log-normalizers are returned.
         picked: further tokens whose logits are read, or None.
+        mean: whether the mean of all logits is read.
     """
-    token_logits_N, coord_logits_PC, picked_logits_MJ, *log_normalizers = _ReadLogits.apply(
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked
+    tokens_N, coord_PC, picked_MJ, mean_N, *log_normalizers = _ReadLogits.apply(
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked, mean
     )
-    return LogitReading(token_logits_N, coord_logits_PC, tuple(log_normalizers), picked_logits_MJ)
+    return LogitReading(tokens_N, coord_PC, tuple(log_normalizers), picked_MJ, mean_N)
 
 
 class _ReadLogits(torch.autograd.Function):
@@ -131,6 +136,7 @@ class _ReadLogits(torch.autograd.Function):
         coord_ids_C: torch.Tensor,
         normalizers: tuple[Normalizer, ...],
         picked: PickedTokens | None,
+        mean: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         log_normalizers = tuple(
             _log_normalizer(logits_NV, normalizer) for normalizer in normalizers
@@ -146,10 +152,11 @@ class _ReadLogits(torch.autograd.Function):
             picked_MK = _fenced(logits_NV[picked.at_M[:, None], picked.ids_MK])
             others_M1 = _logsumexp_(_others(logits_NV, picked))[:, None]
             picked_MJ = torch.cat([picked_MK, others_M1 * picked.normalizer.divisor], dim=1)
+        mean_N = _fenced(logits_NV).mean(-1) if mean else None
         ctx.save_for_backward(
             *(logits_NV, token_ids_N, coord_at_P, coord_ids_C, others_M1), *log_normalizers
         )
-        return _fenced(tokens_N), _fenced(coord_PC), picked_MJ, *log_normalizers
+        return _fenced(tokens_N), _fenced(coord_PC), picked_MJ, mean_N, *log_normalizers
 
     @staticmethod
     @once_differentiable
@@ -158,6 +165,7 @@ class _ReadLogits(torch.autograd.Function):
         tokens_N: torch.Tensor | None,
         coord_PC: torch.Tensor | None,
         picked_MJ: torch.Tensor | None,
+        mean_N: torch.Tensor | None,
         *normalizers_N: torch.Tensor | None,
     ) -> tuple[Any, ...]:
         logits_NV, token_ids_N, coord_at_P, coord_ids_C, others_M1, *log_normalizers = (
@@ -177,6 +185,8 @@ class _ReadLogits(torch.autograd.Function):
             total_NV = torch.zeros_like(logits_NV, dtype=torch.float32)
         if tokens_N is not None:
             total_NV[torch.arange(len(tokens_N), device=tokens_N.device), token_ids_N] += tokens_N
+        if mean_N is not None:
+            total_NV += (mean_N / total_NV.shape[1])[:, None]
         if coord_PC is not None:
             total_NV[coord_at_P[:, None], coord_ids_C] += coord_PC
         if picked_MJ is not None:
@@ -190,7 +200,7 @@ class _ReadLogits(torch.autograd.Function):
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
         total_NV.masked_fill_(within_NV.logical_not_(), 0.0)
-        return total_NV.to(logits_NV.dtype), None, None, None, None, None
+        return total_NV.to(logits_NV.dtype), None, None, None, None, None, None
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:

@@ -44,7 +44,7 @@ from learner.objectives.base import (
     RowValues,
     Supervision,
 )
-from shared.config.pipeline import PolicyGradientConfig
+from shared.config.pipeline import AdvantageConfig, PolicyGradientConfig
 
 
 def log_ratios(
@@ -168,28 +168,27 @@ class PolicyGradient:
 class PolicyDiag:
     """Metrics of sampled tokens: how far the learner's policy is from the engine's, and entropy."""
 
-    names: ClassVar[tuple[str, ...]] = (
-        "policy/ratio",
-        "policy/clipped_share",
-        "policy/capped_share",
-        "policy/logprob_difference",
-        "policy/entropy",
-    )
     needs: ClassVar[LogitNeeds] = LogitNeeds(learned=True)
 
-    def __init__(self, config: PolicyGradientConfig) -> None:
-        self._config = config
+    def __init__(self, config: AdvantageConfig) -> None:
+        """`config`: only `policy_gradient` has a ratio and a clip; an imported one has its own."""
+        self._config = config if isinstance(config, PolicyGradientConfig) else None
+        of_clip = ("policy/ratio", "policy/clipped_share", "policy/capped_share")
+        of_policy = ("policy/logprob_difference", "policy/entropy")
+        self.names = of_policy if self._config is None else (*of_clip, *of_policy)
 
     def __call__(self, values: RowValues, supervision: Supervision) -> tuple[torch.Tensor, ...]:
         learner_M = values.learned_logprobs_M
         learned = supervision.learned
         assert learner_M is not None
+        # The mean of -log p over samples of a distribution estimates the distribution's entropy.
+        of_policy = ((learner_M - learned.engine_logprobs).abs(), -learner_M)
+        if self._config is None:
+            return of_policy
         log_ratio_M = log_ratios(learner_M, learned, self._config.ratio_level)
         return (
             truncated_ratio(log_ratio_M, cap=self._config.ratio_cap),
             is_clipped(learner_M, learned, self._config).float(),
             is_above_cap(log_ratio_M, self._config).float(),
-            (learner_M - learned.engine_logprobs).abs(),
-            # Its mean over samples of a distribution estimates the distribution's entropy.
-            -learner_M,
+            *of_policy,
         )

@@ -8,13 +8,13 @@ own names.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from pydantic import ValidationError, create_model
 
+from learner.algorithms.advantages import find_baseline
 from learner.objectives.base import ChannelObjectives, Diagnostic, Objective
 from learner.objectives.bbox_geo import BboxGeo
 from learner.objectives.coord_reg import CoordDiag, CoordReg
@@ -28,7 +28,7 @@ from shared.config.pipeline import (
     ImportedEntry,
     ObjectiveEntry,
     PipelineSection,
-    PolicyGradientEntry,
+    imported,
 )
 from shared.errors import ConfigError
 
@@ -54,8 +54,9 @@ def build_objectives(
         coord_ids_C: int64, the token id of each coordinate bin.
 
     Raises:
-        ConfigError: an imported objective or its settings are invalid; an objective needs the
-            reference but no `reference_kl` is declared; two objectives log the same term.
+        ConfigError: an imported objective, its settings or an imported baseline are invalid; an
+            objective needs the reference but no `reference_kl` is declared; two objectives log the
+            same term.
     """
     problems: list[str] = []
     entries = pipeline.active(channel)
@@ -83,10 +84,13 @@ def build_objectives(
                 )
             term_owners[term] = entry.name
     diagnostics: list[Diagnostic] = [CoordDiag() for _ in pipeline.active_diagnostics(channel)]
-    # A policy gradient can only be judged with its distance from the engine's policy.
-    diagnostics += [
-        PolicyDiag(entry.config) for entry in entries if isinstance(entry, PolicyGradientEntry)
-    ]
+    for path, config in pipeline.policy_gradients() if channel is Channel.B else ():
+        # A policy gradient can only be judged with its distance from the engine's policy.
+        diagnostics.append(PolicyDiag(config))
+        try:
+            find_baseline(config.advantage_baseline, f"{path}.advantage_baseline")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     return ChannelObjectives(tuple(objectives), tuple(diagnostics), coord_ids_C)
@@ -96,7 +100,7 @@ def _build(entry: ObjectiveEntry, path: str) -> Objective:
     """Build one objective. Raises ConfigError if a class from the user's module is invalid."""
     if not isinstance(entry, ImportedEntry):
         return OBJECTIVES[entry.name](entry.weight, entry.config)
-    objective_class = _imported(entry.name, f"{path}.name")
+    objective_class = _imported_class(entry.name, f"{path}.name")
     # A section with only this field, so that problems name the path of the key.
     section = create_model("Entry", __base__=Section, config=(objective_class.Config, ...))
     try:
@@ -105,25 +109,18 @@ def _build(entry: ObjectiveEntry, path: str) -> Objective:
         problems = [explain(section, one) for one in error.errors(include_url=False)]
         raise ConfigError([f"{path}.{problem}" for problem in problems]) from None
     objective: Objective = objective_class(entry.weight, checked.config)
+    if entry.advantages is not None and not objective.needs.learned:
+        raise ConfigError(
+            f"{path}.advantages: has no effect, because {entry.name} does not read sampled tokens;"
+            " set learned=True in its `needs`, or remove the key"
+        )
     return objective
 
 
-def _imported(name: str, path: str) -> Any:
-    """Import the class of `module:Class`. Errors inside the module are raised unchanged."""
-    module_name, _, class_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # If another module is missing, the objective's module imports it.
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(
-            f"{path}: module {module_name} not found; start the run in the folder that contains"
-            " it, or install it"
-        ) from error
-    objective_class = vars(module).get(class_name)
-    if objective_class is None:
-        raise ConfigError(f"{path}: {module_name} has no {class_name}; define the class there")
+def _imported_class(name: str, path: str) -> Any:
+    """Import the class of `module:Class`. Raises ConfigError if it is no objective."""
+    objective_class = imported(name, path)
+    class_name = name.partition(":")[2]
     missing = {"Config", "term_names", "needs", "__call__"} - {*dir(objective_class)}
     if missing:
         raise ConfigError(

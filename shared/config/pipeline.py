@@ -3,14 +3,17 @@
 Every entry is written out in full. Only these keys have a default: the variants of
 `policy_gradient`, its `advantage_epsilon`, `top_tokens`, and options beyond the specification
 (decision 30). A new objective of this repository gets its settings and entry here, and a line in
-`ObjectiveEntry`. An objective in your own module needs no change here (`ImportedEntry`).
+`ObjectiveEntry`. An objective or a baseline of advantages in your own module needs no change here
+(`ImportedEntry`, `AdvantageConfig.advantage_baseline`).
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +30,7 @@ from pydantic import (
 )
 
 from shared.config.base import Fraction01, Section, refusal
+from shared.errors import ConfigError
 
 EXAMPLE_PIPELINE = {
     "objective": [
@@ -87,6 +91,39 @@ class Reads(StrEnum):
     """Tokens that an engine sampled and that have an advantage."""
 
 
+def require_imported(name: str, form: str, remedy: str) -> str:
+    """Return a name `module:name` unchanged. Raises a refusal that names the `form` otherwise."""
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise refusal(f"'{name}' is not {form}", remedy)
+    return name
+
+
+def imported(name: str, path: str) -> Any:
+    """Return the class or function `module:name` of the user's own module.
+
+    Only the learner and preflight call it, because the user's module may import torch.
+
+    Raises:
+        ConfigError: the module is not found, or has no such name. The message begins with `path`.
+            Errors inside the module are raised unchanged.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # If another module is missing, the user's module imports it.
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{path}: module {module_name} not found; start the run in the folder that contains"
+            " it, or install it"
+        ) from error
+    if attribute not in vars(module):
+        raise ConfigError(f"{path}: {module_name} has no {attribute}; define it there")
+    return vars(module)[attribute]
+
+
 def _each_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     if not channels:
         remedy = "name A, B or both; to switch an entry off set enabled: false"
@@ -94,6 +131,16 @@ def _each_once(channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
     if len(set(channels)) < len(channels):
         raise refusal(f"names a channel twice: [{', '.join(channels)}]", "name each channel once")
     return channels
+
+
+def _require_samples(channels: tuple[Channel, ...], key: str | None = None) -> None:
+    if channels != (Channel.B,):
+        raise refusal(
+            f"must be [B], got [{', '.join(channels)}]: this objective learns tokens that the"
+            " model sampled, and only channel B has them",
+            "write [B]",
+            key,
+        )
 
 
 Channels = Annotated[
@@ -130,12 +177,8 @@ class PipelineEntry(Section):
     @field_validator("channels")
     @classmethod
     def _has_samples(cls, channels: tuple[Channel, ...]) -> tuple[Channel, ...]:
-        if cls.reads is Reads.SAMPLED and channels != (Channel.B,):
-            raise refusal(
-                f"must be [B], got [{', '.join(channels)}]: this objective learns tokens that the"
-                " model sampled, and only channel B has them",
-                "write [B]",
-            )
+        if cls.reads is Reads.SAMPLED:
+            _require_samples(channels)
         return channels
 
     @property
@@ -164,6 +207,10 @@ class TokenCEConfig(Section):
     """Channel B: weight of the answer's end if the rollout has objects without a match. Beyond the
     specification. The end is the closing brace of the whole answer and EOS; it has weight 1 if all
     objects are matched. Objects that `trim_trailing_false_positives` cuts off do not count."""
+    label_smoothing: Fraction01 = 0.0
+    """Share of each text token's target that is spread evenly over the whole vocabulary, coordinate
+    tokens included, as in torch's `cross_entropy`. Beyond the specification. 0: the target is the
+    token alone."""
 
 
 class TokenCEEntry(PipelineEntry):
@@ -245,18 +292,19 @@ def _not_by_segment(normalize: object) -> object:
     return normalize
 
 
-class PolicyGradientConfig(Section):
-    clip_low: Fraction01
-    """Tokens with a negative advantage are learned until their probability ratio is this much below
-    1. The ratio is the learner's probability of the token divided by the engine's. The clip range
-    begins at `1 - clip_low`; `clip` says what it does."""
-    clip_high: NonNegativeFloat
-    """Tokens with a positive advantage are learned until their probability ratio is this much above
-    1. The ratio is the learner's probability of the token divided by the engine's. The clip range
-    ends at `1 + clip_high`; `clip` says what it does."""
-    ratio_cap: Annotated[float, Field(gt=1.0)]
-    """Upper bound of a token's ratio: the learner's probability of the token divided by the
-    engine's. The bound holds for the value of the loss and for the factor of the gradient."""
+def _baseline(name: str) -> str:
+    if name in ("mean", "leave_one_out"):
+        return name
+    return require_imported(
+        name,
+        "mean, leave_one_out or module:function",
+        "write one of them; a function of your own for example as mine.advantages:less_median",
+    )
+
+
+class AdvantageConfig(Section):
+    """How a policy gradient computes the advantage and the weight of each sampled token."""
+
     normalize: Annotated[
         Literal["step", "rollout", "constant", "batch"], BeforeValidator(_not_by_segment)
     ]
@@ -271,8 +319,32 @@ class PolicyGradientConfig(Section):
     """Added to the standard deviation of a group's rewards when `advantage_std` divides by it. In
     units of the reward. It keeps advantages small if rewards hardly differ. No effect without
     `advantage_std`. The default is the same as in TRL's GRPO."""
-    advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is subtracted from a reward: the mean of its group, or of the group's other rollouts."""
+    advantage_baseline: Annotated[str, AfterValidator(_baseline)] = "mean"
+    """What is subtracted from a reward: the mean of its group (`mean`), or of the group's other
+    rollouts (`leave_one_out`). `module:function`: the advantage is the result of your own function
+    of the reward and the group's rewards."""
+
+    @model_validator(mode="after")
+    def _is_unbiased(self) -> Self:
+        if self.advantage_baseline == "leave_one_out" and self.advantage_std:
+            wrong = "leave_one_out is unbiased, but advantage_std: true adds a bias again"
+            remedy = "set advantage_std: false, or advantage_baseline: mean"
+            raise refusal(wrong, remedy, "advantage_baseline")
+        return self
+
+
+class PolicyGradientConfig(AdvantageConfig):
+    clip_low: Fraction01
+    """Tokens with a negative advantage are learned until their probability ratio is this much below
+    1. The ratio is the learner's probability of the token divided by the engine's. The clip range
+    begins at `1 - clip_low`; `clip` says what it does."""
+    clip_high: NonNegativeFloat
+    """Tokens with a positive advantage are learned until their probability ratio is this much above
+    1. The ratio is the learner's probability of the token divided by the engine's. The clip range
+    ends at `1 + clip_high`; `clip` says what it does."""
+    ratio_cap: Annotated[float, Field(gt=1.0)]
+    """Upper bound of a token's ratio: the learner's probability of the token divided by the
+    engine's. The bound holds for the value of the loss and for the factor of the gradient."""
     ratio_level: Literal["token", "call", "call_mean"] = "token"
     """How a sampled token's ratio (its probability by the learner divided by the engine's) is
     computed. token: from this token alone; call: the product of the ratios of all sampled tokens of
@@ -287,11 +359,7 @@ class PolicyGradientConfig(Section):
     """truncate: a ratio above `ratio_cap` counts as `ratio_cap`; mask: its token is not learned."""
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> PolicyGradientConfig:
-        if self.advantage_baseline == "leave_one_out" and self.advantage_std:
-            wrong = "leave_one_out is unbiased, but advantage_std: true adds a bias again"
-            remedy = "set advantage_std: false, or advantage_baseline: mean"
-            raise refusal(wrong, remedy, "advantage_baseline")
+    def _agrees_with_itself(self) -> Self:
         if self.clip == "dual" and self.above_cap == "mask":
             wrong = "mask has no effect with clip: dual, which already stops tokens above ratio_cap"
             raise refusal(wrong, "set above_cap: truncate, or clip: ppo", "above_cap")
@@ -372,11 +440,8 @@ IMPORTED = "module:Class"
 
 
 def _module_and_class(name: str) -> str:
-    module, _, class_name = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), class_name)):
-        remedy = "write the module, a colon and the class, for example mine.focal_text:FocalText"
-        raise refusal(f"'{name}' is not {IMPORTED}", remedy)
-    return name
+    remedy = "write the module, a colon and the class, for example mine.focal_text:FocalText"
+    return require_imported(name, IMPORTED, remedy)
 
 
 class ImportedEntry(PipelineEntry):
@@ -387,9 +452,18 @@ class ImportedEntry(PipelineEntry):
     name: Annotated[str, AfterValidator(_module_and_class)]
     """Name of your own objective class, as `module:Class`. `module` is a Python module, which is
     also searched for in the working directory."""
+    advantages: AdvantageConfig | None = None
+    """The class replaces `policy_gradient`: these keys, which `policy_gradient` has too, decide the
+    advantages and weights of the sampled tokens that it learns. null: the class does not."""
     config: dict[str, Any]
     """The settings of the class. Its `Config` checks them when the class is imported, which needs
     torch."""
+
+    @model_validator(mode="after")
+    def _learns_samples(self) -> Self:
+        if self.advantages is not None:
+            _require_samples(self.channels, "channels")
+        return self
 
 
 def _kind(entry: object) -> str | None:
@@ -461,6 +535,12 @@ class PipelineSection(Section):
                         "remove or disable one of the two entries, or give each its own channel",
                         f"{path.rpartition('.')[2]}.name",
                     )
+        for path, _ in itertools.islice(self.policy_gradients(), 1, None):
+            raise refusal(
+                "is a second policy gradient, and only one can decide the advantages",
+                "remove or disable one of the two entries",
+                path.removeprefix("rollout_matching.pipeline."),
+            )
         return self
 
     def enabled(self) -> Iterator[tuple[str, ObjectiveEntry | CoordDiagEntry]]:
@@ -481,12 +561,21 @@ class PipelineSection(Section):
         entries = self.diagnostics
         return tuple(entry for entry in entries if entry.enabled and channel in entry.channels)
 
+    def policy_gradients(self) -> Iterator[tuple[str, AdvantageConfig]]:
+        """Yield how the enabled policy gradient computes advantages, with the settings' path."""
+        for path, entry in self.enabled():
+            if isinstance(entry, PolicyGradientEntry):
+                yield f"{path}.config", entry.config
+            elif isinstance(entry, ImportedEntry) and entry.advantages is not None:
+                yield f"{path}.advantages", entry.advantages
+
     @property
-    def policy_gradient(self) -> PolicyGradientConfig | None:
-        """The settings of the `policy_gradient` objective on channel B; None if it is not used."""
-        entries = self.active(Channel.B)
-        found = (entry.config for entry in entries if isinstance(entry, PolicyGradientEntry))
-        return next(found, None)
+    def policy_gradient(self) -> AdvantageConfig | None:
+        """How advantages are computed: by `policy_gradient`, or by an imported policy gradient.
+
+        None without either.
+        """
+        return next((config for _, config in self.policy_gradients()), None)
 
     @property
     def divides_by_tokens(self) -> bool:

@@ -1,20 +1,19 @@
 """What docs/explanation/architecture.md says about adding a metric and an algorithm:
 each is added here from outside the packages, by what the page names. Its other additions have
-their tests in docs/ (an objective, an environment) and in rollout_actors/backends/test_contract.py (a backend).
+their tests in examples/ (objectives, advantages), docs/ (an environment) and
+rollout_actors/backends/test_contract.py (a backend).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import median
 
 import pytest
 from config_support import configuration
 from learner_support import finish_step, make_learner
 from pydantic import ValidationError
 
-from learner.algorithms.advantages import BASELINES, AdvantageEstimator
 from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.data.samples import load_samples
@@ -25,16 +24,13 @@ from shared import metrics
 from shared.config.algorithm import ALGORITHMS, TrainerVariant
 from shared.config.checks.algorithm import entries_have_input
 from shared.config.pipeline import (
-    EXAMPLE_POLICY_GRADIENT,
     Channel,
     LearnsFrom,
     PipelineEntry,
-    PolicyGradientConfig,
     Reads,
 )
 from shared.config.run import RowRule
 from shared.schedule import StepPlan
-from shared.trajectory import TrainingExample
 
 PLAN = StepPlan(0, Channel.A, 8, 0, False, False)
 
@@ -100,19 +96,6 @@ def test_a_variant_of_an_algorithm_is_an_entry_of_its_table(
     spec = replace(ALGORITHMS[name], channels=(Channel.B,), carries_segments=True)
     monkeypatch.setitem(ALGORITHMS, name, spec)
     assert config.row_rule is RowRule.CARRY
-
-
-def test_a_baseline_of_advantages_is_a_function_and_its_line(monkeypatch):
-    def less_median(reward, rewards):
-        return reward - median(rewards)
-
-    monkeypatch.setitem(BASELINES, "median", less_median)
-    rule = EXAMPLE_POLICY_GRADIENT["config"] | {"advantage_std": False}
-    config = PolicyGradientConfig(**rule).model_copy(update={"advantage_baseline": "median"})
-    estimator = AdvantageEstimator(config, 8)
-    group = (0.0, 0.25, 1.0)
-    example = TrainingExample([5, 6], [0.0, -0.5], [0, 1], reward=1.0, group_rewards=group)
-    assert estimator.estimate(example, start=1, num_of_rollout=1).advantages == (0.75,)
 
 
 def test_an_objective_over_trajectories_is_an_entry_that_declares_it():

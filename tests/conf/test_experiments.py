@@ -25,10 +25,8 @@ CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 BACKENDS = sorted(path.stem for path in (CONF / "backend").glob("*.yaml"))
 PAGES = [CONF.parent / "README.md", *sorted((CONF.parent / "docs").rglob("*.md"))]
-# Of a reader: an experiment and an advantage that the page's earlier steps have made, any name.
-THEIR_OWN = re.compile(
-    r"--config-dir \S+ \+experiment=\w+|\+experiment=NAME|\+experiment=\w+ \S+advantage_baseline=median"
-)
+# Of a reader: an experiment that the page's earlier steps have made, any name.
+THEIR_OWN = re.compile(r"--config-dir \S+ \+experiment=\w+|\+experiment=NAME")
 # What README and docs start runs with.
 COMMANDS = sorted(
     {

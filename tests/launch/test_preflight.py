@@ -459,9 +459,9 @@ def test_an_objective_of_ones_own_module_is_imported_and_its_settings_are_checke
     config, tmp_path, monkeypatch
 ):
     (tmp_path / "own_loss.py").write_text(
-        "from learner.objectives.token_ce import TokenCE\n"
+        "from learner.objectives.bbox_geo import BboxGeo\n"
         "from shared.config.base import Section\n"
-        "class OwnLoss(TokenCE):\n"
+        "class OwnLoss(BboxGeo):\n"
         "    class Config(Section):\n"
         "        gamma: float\n"
     )

@@ -18,6 +18,7 @@ from shared.config.pipeline import (
     CoordDiagEntry,
     CoordRegEntry,
     ImportedEntry,
+    LearnsFrom,
     ObjectiveEntry,
     PolicyGradientEntry,
     Reads,
@@ -81,6 +82,8 @@ def entries_have_input(
     """
     for path, entry in entries:
         source = entry.learns_from
+        if isinstance(entry, ImportedEntry) and entry.advantages is not None:
+            source = LearnsFrom.ADVANTAGES
         if source is not None and source not in ALGORITHMS[variant].learns_from:
             wrong = f"'{entry.name}' has no {source} to learn from under {variant}"
             remedy = "remove the entry, or choose another custom.trainer_variant"
@@ -95,15 +98,15 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
         active = pipeline.active(Channel.B)
-        # A policy gradient of weight 0 still decides the advantages, for an imported objective.
+        # A `policy_gradient` of weight 0 still decides the advantages, for an imported objective.
         learning = (PolicyGradientEntry, ImportedEntry)
         if pipeline.policy_gradient is None or not any(
             isinstance(entry, learning) and entry.teaches for entry in active
         ):
             yield Problem(
                 _OBJECTIVE,
-                "has no enabled policy_gradient with a weight above 0 (or with weight 0 next to an"
-                f" objective of your own), without which {_TRAJECTORIES} learns nothing",
+                "has no enabled policy_gradient with a weight above 0 (or an objective of your own"
+                f" with the key advantages), without which {_TRAJECTORIES} learns nothing",
                 f"write an entry such as `{as_yaml(EXAMPLE_POLICY_GRADIENT)}`",
             )
         return
@@ -150,18 +153,15 @@ def rewards_can_be_compared(run: RunConfig) -> Iterator[Problem]:
             " differences",
             f"set {_TEMPERATURE}: 1.0{', and remove the key' if is_written else ''}",
         )
-    for path, entry in pipeline.enabled():
-        if (
-            isinstance(entry, PolicyGradientEntry)
-            and entry.config.normalize == "batch"
-            and not run.algorithm.uses_environment
-        ):
+    for path, config in pipeline.policy_gradients():
+        if config.normalize == "batch" and not run.algorithm.uses_environment:
             yield Problem(
-                f"{path}.config.normalize",
+                f"{path}.normalize",
                 "batch would also divide the losses of matched objects by the number of sampled"
                 " tokens",
                 "set step, rollout or constant",
             )
+    for path, entry in pipeline.enabled():
         # Trajectories without a policy gradient are already an error of another check.
         if isinstance(entry, ReferenceKLEntry) and rewards_samples and not has_gradient:
             yield Problem(

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 
 from learner.algorithms.advantages import (
     AdvantageEstimator,
+    find_baseline,
     token_advantages,
 )
 from learner.algorithms.trajectories import trajectory_target
 from shared.config.pipeline import PolicyGradientConfig
+from shared.errors import ConfigError
 from shared.trajectory import TrainingExample
 
 OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0}
@@ -97,6 +100,62 @@ def test_leave_one_out_compares_a_reward_with_the_mean_of_the_groups_others(rewa
         TWO_TURNS, advantage=7.0, token_is_relative=[0] * 8, reward=2.0, group_rewards=rewards
     )
     assert of(own, rule)[1].credit.advantages == (7.0,) * 3
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes the module `own_baselines`, and returns a name in it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_baselines", raising=False)
+
+    def write(code):
+        (tmp_path / "own_baselines.py").write_text(code)
+        return "own_baselines:of"
+
+    yield write
+    sys.modules.pop("own_baselines", None)
+
+
+def test_a_function_of_ones_own_decides_the_advantage_before_it_is_divided(own):
+    """It gets the reward and the group's rewards in order, and no group of equal rewards."""
+    name = own("def of(reward, rewards):\n    return 10 * reward + rewards[0] - rewards[-1] / 4")
+    example = replace(TWO_TURNS, reward=0.5, group_rewards=(0.0, 0.5, 2.0))
+    plain = rule_of(advantage_baseline=name)
+    assert of(example, plain)[1].credit.advantages == (4.5,) * 3
+    divided = rule_of(advantage_baseline=name, advantage_std=True, advantage_epsilon=0.0)
+    deviation = math.sqrt(((2.5 / 3) ** 2 + (1 / 3) ** 2 + (3.5 / 3) ** 2) / 2)
+    assert of(example, divided)[1].credit.advantages == pytest.approx((4.5 / deviation,) * 3)
+    equal = replace(example, group_rewards=(0.5, 0.5, 0.5))
+    assert of(equal, plain)[1].credit.advantages == (0.0,) * 3
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("", "own_baselines has no of"),
+        ("of = 3", "own_baselines:of is not a function"),
+        ("def of(rewards): return 0.0", "too many positional arguments"),
+        ("def of(reward, rewards, tau): return 0.0", "missing a required argument: 'tau'"),
+    ],
+)
+def test_a_baseline_of_the_wrong_form_is_refused_before_the_start(own, code, cause):
+    with pytest.raises(ConfigError) as error:
+        find_baseline(own(code), "a.advantage_baseline")
+    (line,) = error.value.problems
+    assert line.startswith("a.advantage_baseline: ")
+    assert cause in line
+
+
+@pytest.mark.parametrize("result", ["float('nan')", "float('inf')", "None", "[0.5]"])
+def test_a_result_that_is_no_finite_number_names_the_function_and_what_it_got(own, result):
+    rule = rule_of(advantage_baseline=own(f"def of(reward, rewards): return {result}"))
+    with pytest.raises(ConfigError) as error:
+        of(TWO_TURNS, rule)
+    value = result.removeprefix("float('").removesuffix("')")
+    (line,) = error.value.problems
+    assert line.startswith(f"advantage_baseline: own_baselines:of returned {value} for")
+    assert "1.0" in line
+    assert "[1.0, 0.0]" in line
 
 
 def test_an_example_without_a_learned_token_has_no_target():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -116,6 +117,24 @@ def test_a_step_that_matches_and_rewards_its_rollouts_has_the_sum_of_both_losses
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
     counts = [both[f"rollout/{name}"] for name in ("num", "num_groups", "num_left_out")]
     assert counts == [ROLLOUTS, ROLLOUTS // PER_SAMPLE, PER_SAMPLE]
+
+
+def test_an_imported_policy_gradient_learns_the_same_rewards_next_to_matched_objects(
+    config, monkeypatch
+):
+    """The example, with the built-in's settings."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
+    name = "examples.algorithms.sequence_ratio:SequenceRatio"
+    credit = {"normalize": "step", "advantage_std": False}
+    clip = {"clip_low": 0.2, "clip_high": 0.3}
+    own = REWARDED | {"name": name, "advantages": credit, "config": clip}
+    like_it = REWARDED | {"config": credit | clip | {"ratio_cap": 1e6, "ratio_level": "call_mean"}}
+    found, gradients = learned(config(*MATCHED, own))
+    expected, of_built_in = learned(config(*MATCHED, like_it))
+    assert abs(expected["loss/policy_gradient"]) > 1e-3
+    assert found["loss/sequence_ratio"] == pytest.approx(expected["loss/policy_gradient"], abs=1e-6)
+    for gradient_name, gradient in of_built_in.items():
+        torch.testing.assert_close(gradients[gradient_name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_what_was_sampled_is_credited_with_its_f1_less_that_of_its_samples_other_rollouts(config):

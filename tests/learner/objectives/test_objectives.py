@@ -126,6 +126,37 @@ def test_token_ce_is_the_weighted_cross_entropy_over_the_whole_vocabulary(logits
     assert loss == pytest.approx(2.5 * expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_label_smoothing_gives_the_loss_and_gradient_of_torchs_cross_entropy(
+    logits, row, smoothing, dtype
+):
+    config = TOKEN_CE | {"label_smoothing": smoothing}
+    logits = logits.to(dtype)
+    loss, terms, gradient = learn(logits, row, objectives(entry("token_ce", config, 2.5)))
+    leaf = logits.float().clone().requires_grad_(True)
+    tokens_X = row.token_ids_N[TEXT_AT]
+    ce_X = torch.nn.functional.cross_entropy(
+        leaf[TEXT_AT], tokens_X, reduction="none", label_smoothing=smoothing
+    )
+    expected = (row.supervision.text.weight * ce_X).sum()
+    (2.5 * expected).backward()
+    assert terms == {"token_ce": pytest.approx(expected.item(), rel=1e-6)}
+    assert loss == pytest.approx(2.5 * expected.item(), rel=1e-6)
+    assert gradient.dtype is dtype
+    # The gradient is rounded once to bfloat16, which may differ by its last bit.
+    rtol = 0.0 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(gradient, leaf.grad.to(dtype), rtol=rtol, atol=1e-6)
+    assert not leaf.grad[COORD_AT].any()
+
+
+def test_label_smoothing_of_0_changes_no_bit(logits, row):
+    without = learn(logits, row, objectives(entry("token_ce", TOKEN_CE)))
+    zero = learn(logits, row, objectives(entry("token_ce", TOKEN_CE | {"label_smoothing": 0.0})))
+    assert zero[:2] == without[:2]
+    assert torch.equal(zero[2], without[2])
+
+
 SETTINGS = [
     {"coord_ce_weight": 1.0},
     {"soft_ce_weight": 0.5},

@@ -1,8 +1,7 @@
-"""An objective of one's own module, by the example of docs/how_to/change_the_algorithm.md."""
+"""An objective of one's own module, by the example of examples/algorithms."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from learner.objectives.registry import build_objectives
 from shared.config.pipeline import Channel, PipelineSection
 from shared.errors import ConfigError
 
-PAGE = (Path(__file__).parents[3] / "docs" / "how_to" / "change_the_algorithm.md").read_text()
-MODULE, PIPELINE = (
-    # Under another name than the page's: a reader's own `mine` may be in this repository.
-    re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0].replace("mine.", "own_package.")
-    for language in ("python", "yaml")
+EXAMPLES = Path(__file__).parents[3] / "examples" / "algorithms"
+MODULE = (EXAMPLES / "focal_text.py").read_text()
+PIPELINE = (
+    (EXAMPLES / "objective" / "focal.yaml")
+    .read_text()
+    .replace("examples.algorithms.", "own_package.")
 )
 PATH = "rollout_matching.pipeline.objective[1]"
 COORD_IDS = torch.arange(1000)
@@ -33,10 +33,11 @@ COORD_IDS = torch.arange(1000)
 
 @pytest.fixture(autouse=True)
 def own_module(tmp_path, monkeypatch):
-    """The page's folder, with its module, in one that Python looks into."""
+    """A package with the example's module, in a folder that Python looks into."""
     folder = tmp_path / "own_package"
     folder.mkdir()
     (folder / "focal_text.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(EXAMPLES.parents[1])
     monkeypatch.syspath_prepend(tmp_path)
     yield folder
     for name in ("own_package", "own_package.focal_text", "own_package.other"):
@@ -44,7 +45,7 @@ def own_module(tmp_path, monkeypatch):
 
 
 def built(channel=Channel.B, **changes):
-    """The page's pipeline with changes to the entry of its own objective, as it is built."""
+    """The example's pipeline with changes to the entry of its own objective, as it is built."""
     pipeline = yaml.safe_load(PIPELINE)
     pipeline["objective"][1].update(changes)
     return build_objectives(PipelineSection.model_validate(pipeline), channel, COORD_IDS)
@@ -111,7 +112,7 @@ def test_its_settings_are_checked_like_those_of_any_entry(config, expected):
         (
             "own_package.focal_text:Focal",
             "",
-            "own_package.focal_text has no Focal; define the class there",
+            "own_package.focal_text has no Focal; define it there",
         ),
         (
             "own_package.other:Bare",
@@ -129,6 +130,21 @@ def test_what_is_no_objective_is_refused_with_what_it_lacks(own_module, name, co
     (own_module / "other.py").write_text(code)
     (line,) = problems(name=name)
     assert line.startswith(f"{PATH}.name: {expected}")
+
+
+def test_advantages_need_a_class_that_reads_sampled_tokens_and_a_baseline_that_exists():
+    credit = {"normalize": "step", "advantage_std": False}
+    (line,) = problems(advantages=credit, channels=["B"])
+    assert line.startswith(f"{PATH}.advantages: has no effect, because own_package.focal_text:")
+    name = "examples.algorithms.sequence_ratio:SequenceRatio"
+    entry = {"name": name, "channels": ["B"], "config": {"clip_low": 0.1, "clip_high": 0.1}}
+    missing = credit | {"advantage_baseline": "own_package.focal_text:less_median"}
+    (line,) = problems(**entry, advantages=missing)
+    assert line.startswith(f"{PATH}.advantages.advantage_baseline: own_package.focal_text has no")
+    assert built(**entry, advantages=credit).diagnostics[0].names == (
+        "policy/logprob_difference",
+        "policy/entropy",
+    )
 
 
 def test_two_objectives_that_log_the_same_term_are_refused(own_module):
