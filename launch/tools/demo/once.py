@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,6 +28,7 @@ DEMO_FOLDERS: Mapping[Path, tuple[str, ...]] = MappingProxyType(
             "crowded": "crowded",
             "crowded_model": "crowded-model",
             "crowded_untrained": "crowded-model --tower-steps 0",
+            "crowded_start": "start",
             "stage1_polygons": "trained +experiment=stage1_polygons",
             "lm": "language-model",
             "lm_tools": "language-model --tools",
@@ -45,6 +47,8 @@ UNTRAINED: Mapping[Path, Path] = MappingProxyType(
     }
 )
 """For each demo model that takes minutes to train, an untrained model of equal shape."""
+CARRIED_START = Path(__file__).parent / "start"
+"""The initial checkpoint of the demo (its README.md says how it was made)."""
 SETTINGS_FILE = "made_from.json"
 """Name of the file, in each folder, with the settings that the folder was made from."""
 
@@ -73,6 +77,20 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # exists only if `make` failed
     return True
+
+
+def copy_carried_start(out: Path) -> bool:
+    """Create the folder `out` with the initial checkpoint that this package has.
+
+    Return whether it is new. Raises ConfigError if `out` is another folder.
+    """
+
+    def copy(folder: Path) -> None:
+        for file in CARRIED_START.iterdir():
+            shutil.copyfile(file, folder / file.name)
+
+    digest = sha256((CARRIED_START / "model.safetensors").read_bytes()).hexdigest()
+    return make_once(out, {"sha256": digest}, copy)
 
 
 def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from launch.tools.demo import smollm
 from launch.tools.demo.__main__ import main
 from launch.tools.demo.once import (
+    CARRIED_START,
     DEMO_FOLDERS,
     SETTINGS_FILE,
     UNTRAINED,
@@ -109,6 +110,25 @@ def test_preflight_trains_no_start_and_looks_at_an_untrained_model_of_its_shape(
     assert UNTRAINED.keys() | set(UNTRAINED.values()) <= DEMO_FOLDERS.keys()
     start.mkdir(parents=True)
     assert untrained_model(config.model, pytest.fail) == config.model
+
+
+def test_the_carried_start_is_at_most_8_mb_and_finds_its_way_to_where_experiments_look(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert sum(file.stat().st_size for file in CARRIED_START.iterdir()) <= 8_000_000
+    config = load(LANGUAGE_MODEL | {"model.path": "outputs/demo/crowded_start"})
+    monkeypatch.setattr(
+        "subprocess.run",
+        lambda command, check: Mock(returncode=main(command[3:]) or 0),
+    )
+    make_missing_demo_files(config, lambda line: None)
+    made = {file.name: file.read_bytes() for file in Path(config.model.path).iterdir()}
+    del made[SETTINGS_FILE]
+    assert made == {file.name: file.read_bytes() for file in CARRIED_START.iterdir()}
+    capsys.readouterr()
+    main(["start"])
+    assert "there already" in capsys.readouterr().out
 
 
 def test_a_path_of_the_users_own_is_never_made(tmp_path, monkeypatch):
