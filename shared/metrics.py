@@ -96,12 +96,12 @@ coord_diag/coord_mass | mean | Probability of the coord vocabulary at supervised
 rollout/num | sum | Raw rollouts.
 rollout/num_tokens | sum | Tokens of the answers, without the stop token; of environments, all
     sampled tokens.
-rollout/length | rollout/num_tokens / rollout/num | Mean of `rollout/num_tokens` over rollouts.
+rollout/length | rollout/num_tokens / rollout/num | Mean tokens of a rollout.
 rollout/length_max | max | Tokens of the longest rollout.
 rollout/decode_mode | step | greedy, sample or beam.
 rollout/num_length_limited | sum | Rollouts that ended at `max_new_tokens`; of environments,
     rollouts with an answer that the engine cut by length.
-rollout/length_limited_rate | rollout/num_length_limited / rollout/num | Share of these rollouts.
+rollout/length_limited_rate | rollout/num_length_limited / rollout/num | Their share.
 rollout/num_repeat_terminated | sum | Rollouts that the repeat guard ended.
 rollout/num_truncated | sum | Rollouts whose container was not closed; of environments, rollouts cut
     by length: an answer (at `max_new_tokens` or for lack of room), or the conversation.
@@ -138,7 +138,7 @@ rollout/staleness | mean | Updates between the weights that generated a rollout 
 rollout/staleness_max | max | Staleness of the oldest rollout; 0 without
     `rollout_matching.max_staleness`.
 rollout/reward | mean | Reward of the rollouts that did not fail.
-rollout/reward_std | std | Standard deviation of these rewards, over all rollouts of the step.
+rollout/reward_std | std | Standard deviation of these rewards.
 rollout/reward/<task> | mean | Reward in one environment of a group (`EnvGroup`), by its name.
 reward/<function> | mean | Result of a reward function of the environment's rubric, by its name and
     without its weight.
@@ -241,8 +241,8 @@ time/step_s | step | Seconds of the step, including the sync.
 time/generate_s | max | Seconds with at least one engine generating, summed over rounds.
 time/generate_tokens_per_s | rollout/num_tokens / time/generate_s | Sampled tokens per second.
 time/learn_s | max | Seconds of the learner's own work.
-time/learn_tokens_per_s | packing/num_tokens / time/learn_s | Tokens in the rows of the step's first
-    update per second of the learner's work, over all learner ranks.
+time/learn_tokens_per_s | packing/num_tokens / time/learn_s | Learned tokens, with prompts, per
+    second.
 time/reduce_s | max | Seconds that a learner rank waited for other ranks at the end of the step and
     summed gradients; absent with one rank.
 time/sync_s | step | Seconds of the sync.
