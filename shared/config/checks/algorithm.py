@@ -113,11 +113,13 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
     """
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
-        active = pipeline.active(Channel.B)
-        # A `policy_gradient` of weight 0 still decides the advantages, for an imported objective.
-        learning = (PolicyGradientEntry, ImportedEntry)
-        if pipeline.policy_gradient is None or not any(
-            isinstance(entry, learning) and entry.teaches for entry in active
+        if not any(
+            entry.teaches
+            and (
+                isinstance(entry, PolicyGradientEntry)
+                or (isinstance(entry, ImportedEntry) and entry.advantages is not None)
+            )
+            for entry in pipeline.active(Channel.B)
         ):
             yield Problem(
                 _OBJECTIVE,
