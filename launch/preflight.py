@@ -20,7 +20,7 @@ from typing import TypeVar
 import hydra
 from omegaconf import DictConfig
 
-from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data
+from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data, with_num_steps
 from launch.checks.host import path_problems, version_problems, vllm_import
 from launch.checks.hub import fetched_model
 from launch.checks.learner_memory import host_estimate, learner_estimate
@@ -115,6 +115,7 @@ def main(composed: DictConfig) -> None:
         config = config.model_copy(update={"model": untrained_model(config.model, show)})
         make_missing_demo_files(config, show)
         config = config.model_copy(update={"model": fetched_model(config.model, show)})
+        config = with_num_steps(config, show)
         config, point = resumed(with_absolute_paths(config))
         if point is not None:
             for line in point.describe(config):

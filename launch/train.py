@@ -112,6 +112,10 @@ def run(config: RunConfig, console: Console) -> None:
 
     started_s = time.monotonic()
     require_vllm(config.rollout_matching)
+    if config.training.num_epochs is not None:
+        from launch.checks.data import with_num_steps
+
+        config = with_num_steps(config, lambda line: _print(console, [line]))
     if config.engine_devices is not None:  # else printed after the servers or cluster are asked
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))

@@ -122,7 +122,7 @@ class StepMetrics:
         reason = rollout.finish_reason
         add("rollout/num", 1)
         self.add_staleness(staleness)
-        add("rollout/num_tokens", len(rollout.response_token_ids))
+        self._add_length(len(rollout.response_token_ids))
         add("rollout/num_length_limited", float(reason is FinishReason.LENGTH))
         add("rollout/num_repeat_terminated", float(reason is FinishReason.REPETITION))
         add("rollout/num_truncated", float(parsed.truncated))
@@ -166,13 +166,13 @@ class StepMetrics:
         add = self.totals.add
         add("rollout/num", 1)
         add("rollout/num_failed", float(rollout.error is not None))
-        add("rollout/num_tokens", rollout.num_tokens)
+        self._add_length(rollout.num_tokens)
         add("rollout/num_truncated", float(rollout.is_truncated))
         add("rollout/num_length_limited", float(rollout.num_length_limited > 0))
         add("rollout/num_overlong", float(rollout.is_overlong))
         add("rollout/num_splits", rollout.num_splits)
         if rollout.error is None:  # a failed rollout's reward of 0 is not about the model
-            self.totals.add_mean("rollout/reward", rollout.reward, 1)
+            self.add_reward(rollout.reward)
             if rollout.task is not None:
                 self.totals.add_mean(f"{TASK_FAMILY}{rollout.task}", rollout.reward, 1)
             self.totals.add_mean("rollout/turns", rollout.num_turns, 1)
@@ -184,6 +184,15 @@ class StepMetrics:
         if rollout.error is None or rollout.reward_errors:
             for name, value in rollout.metrics.items():
                 self.totals.add_mean(f"{REWARD_FAMILY}{name}", value, 1)
+
+    def add_reward(self, reward: float) -> None:
+        """Record the reward of one rollout that did not fail."""
+        self.totals.add_mean("rollout/reward", reward, 1)
+        self.totals.add_value("rollout/reward_std", reward)
+
+    def _add_length(self, num_tokens: int) -> None:
+        self.totals.add("rollout/num_tokens", num_tokens)
+        self.totals.add_max("rollout/length_max", num_tokens)
 
     def add_group(self, *, has_signal: bool, num_left_out: int) -> None:
         """Count one group of rollouts of the same prompt.

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from statistics import pstdev
 
 from shared.config.pipeline import Channel
 from shared.grounding.objects import DropReason
@@ -23,6 +24,8 @@ class Reduction(StrEnum):
     SUM = "sum"
     MEAN = "mean"
     """Sum of the values divided by their number, over all learner ranks."""
+    STD = "std"
+    """Standard deviation of all values (of the population), over all learner ranks."""
     MAX = "max"
     RATIO = "ratio"
     """One summed metric divided by another; absent if the divisor is 0."""
@@ -94,9 +97,12 @@ coord_diag/coord_mass | mean | Probability of the coord vocabulary at supervised
 rollout/num | sum | Raw rollouts.
 rollout/num_tokens | sum | Tokens of the answers, without the stop token; of environments, all
     sampled tokens.
+rollout/length | rollout/num_tokens / rollout/num | Mean tokens of a rollout.
+rollout/length_max | max | Tokens of the longest rollout.
 rollout/decode_mode | step | greedy, sample or beam.
 rollout/num_length_limited | sum | Rollouts that ended at `max_new_tokens`; of environments,
     rollouts with an answer that the engine cut by length.
+rollout/length_limited_rate | rollout/num_length_limited / rollout/num | Their share.
 rollout/num_repeat_terminated | sum | Rollouts that the repeat guard ended.
 rollout/num_truncated | sum | Rollouts whose container was not closed; of environments, rollouts cut
     by length: an answer (at `max_new_tokens` or for lack of room), or the conversation.
@@ -133,6 +139,7 @@ rollout/staleness | mean | Updates between the weights that generated a rollout 
 rollout/staleness_max | max | Staleness of the oldest rollout; 0 without
     `rollout_matching.max_staleness`.
 rollout/reward | mean | Reward of the rollouts that did not fail.
+rollout/reward_std | std | Standard deviation of these rewards.
 rollout/reward/<task> | mean | Reward in one environment of a group (`EnvGroup`), by its name.
 reward/<function> | mean | Result of a reward function of the environment's rubric, by its name and
     without its weight.
@@ -233,7 +240,10 @@ sync/send_canary_s | step | Learner's seconds of scoring the canary, while the e
 # Time.
 time/step_s | step | Seconds of the step, including the sync.
 time/generate_s | max | Seconds with at least one engine generating, summed over rounds.
+time/generate_tokens_per_s | rollout/num_tokens / time/generate_s | Sampled tokens per second.
 time/learn_s | max | Seconds of the learner's own work.
+time/learn_tokens_per_s | packing/num_tokens / time/learn_s | Learned tokens, with prompts, per
+    second.
 time/reduce_s | max | Seconds that a learner rank waited for other ranks at the end of the step and
     summed gradients; absent with one rank.
 time/sync_s | step | Seconds of the sync.
@@ -297,6 +307,7 @@ class MetricAccumulator:
 
     _totals: dict[str, float] = field(default_factory=dict)
     _counts: dict[str, float] = field(default_factory=dict)
+    _values: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
         """Add a value to a metric whose reduction is SUM."""
@@ -306,6 +317,11 @@ class MetricAccumulator:
         """Add `count` values, whose sum is `total`, to a metric whose reduction is MEAN."""
         self._fold(name, total, Reduction.MEAN)
         self._counts[name] = self._counts.get(name, 0) + count
+
+    def add_value(self, name: str, value: float) -> None:
+        """Add a value to a metric whose reduction is STD."""
+        assert _reduction_of(name) is Reduction.STD, f"{name} is reduced by {_reduction_of(name)}"
+        self._values.setdefault(name, []).append(value)
 
     def add_max(self, name: str, value: float) -> None:
         """Add a value to a metric whose reduction is MAX."""
@@ -318,6 +334,8 @@ class MetricAccumulator:
                 self._fold(name, total, _reduction_of(name))
             for name, count in other._counts.items():
                 self._counts[name] = self._counts.get(name, 0) + count
+            for name, values in other._values.items():
+                self._values.setdefault(name, []).extend(values)
 
     def as_dict(self) -> dict[str, float]:
         """Return the value of each metric by its name, in the order of the metric table.
@@ -330,6 +348,8 @@ class MetricAccumulator:
                 above, below = metric.ratio_of
                 if above in self._totals and below in self._totals and self._totals[below]:
                     values[metric.name] = self._totals[above] / self._totals[below]
+            elif metric.name in self._values:
+                values[metric.name] = pstdev(self._values[metric.name])
             elif metric.name not in self._totals:
                 continue
             elif metric.reduction is not Reduction.MEAN:

@@ -51,7 +51,7 @@ class RunSchedule:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self.max_steps = config.training.max_steps
+        self.max_steps = config.training.num_steps
         self.refill_rounds = 0
         """Maximum number of times per step that groups with equal rewards are replaced."""
         if config.environment is not None:

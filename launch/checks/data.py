@@ -6,8 +6,9 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,7 @@ from shared.config.model import AugmentSection, DataSource
 from shared.dataset import Dataset, image_names
 from shared.errors import ConfigError, RecordError
 from shared.model_families import VISION_MODEL_TYPES
+from shared.schedule import RunSchedule
 from shared.trajectory import ExampleCounts
 
 ENVIRONMENT_KEYS = EnvironmentKeys(
@@ -157,6 +159,65 @@ def _name_of(data: Dataset, picture: bytes | str) -> str:
     place = [one.tobytes() for one in data.table.sha256_M].index(picture)
     row = int(np.searchsorted(data.table.images_N1, place, side="right")) - 1
     return f"sample {data[row].sample_id}"
+
+
+def with_num_steps(config: RunConfig, show: Callable[[str], None]) -> RunConfig:
+    """Convert `training.num_epochs` to `training.max_steps`, which needs the number of rows.
+
+    An epoch draws every training row (of an environment: every example) once. The number of steps
+    is rounded up, so the last step may draw rows of a next epoch. Calls `show` with a line about
+    the number. Returns the same configuration if `num_epochs` is not set.
+
+    Raises:
+        ConfigError: some rows are drawn more often than others, or any error of `check_data`.
+        RecordError: bad rows or images.
+    """
+    epochs = config.training.num_epochs
+    if epochs is None:
+        return config
+    if config.environment is not None:
+        counts = check_environment(config, config.environment).examples
+        assert counts is not None, "an environment's data are counted"
+        if counts.mixture:
+            raise ConfigError(
+                f"training.num_epochs: {epochs} has no meaning, because {config.environment.id}"
+                " mixes environments by weights; set training.max_steps instead"
+            )
+        num_rows = counts.train
+    else:
+        num_rows = len(_usable_rows(config))
+    wanted = epochs * num_rows * config.group_size
+    # Every step draws a row or more, so this is at least the number of steps.
+    schedule = RunSchedule(_of_length(config, wanted))
+    drawn = accumulate(schedule.num_drawn[config.channel(step)] for step in range(wanted))
+    steps = next(number for number, total in enumerate(drawn, start=1) if total >= wanted)
+    noun = "step" if steps == 1 else "steps"
+    show(f"epochs    {epochs} x {num_rows:,} training rows are {steps:,} {noun}")
+    return _of_length(config, steps)
+
+
+def _of_length(config: RunConfig, num_steps: int) -> RunConfig:
+    length = {"max_steps": num_steps, "num_epochs": None}
+    return config.model_copy(update={"training": config.training.model_copy(update=length)})
+
+
+def _usable_rows(config: RunConfig) -> Dataset:
+    """Return the training samples that the learner will use. Raises the errors of `load_data`."""
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
+    (source,) = config.data.sources("train")
+    dataset = load_checked(config, source)
+    if config.data.on_bad_row == "error":
+        return dataset
+    from learner.data.fitting import require_train_lengths
+    from learner.model.loading import load_tokens
+    from learner.segments import PromptEncoder
+
+    tokens = load_tokens(config)
+    encoder = PromptEncoder(tokens.processor, config.prompts)
+    # The number of usable rows does not depend on the number of steps.
+    one_step = _of_length(config, 1)
+    return require_train_lengths(one_step, dataset, encoder, tokens.codec).samples
 
 
 def check_data(config: RunConfig) -> DataFacts:

@@ -53,4 +53,5 @@ class RayMetrics:
         # Ray's counters reject an increase of 0.
         if tokens := float(metrics.get("rollout/num_tokens", 0.0)):
             self._tokens.inc(tokens)
-            self._speed.set(tokens / float(metrics["time/generate_s"]))
+        if (speed := metrics.get("time/generate_tokens_per_s")) is not None:
+            self._speed.set(float(speed))

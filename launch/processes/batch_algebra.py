@@ -187,10 +187,10 @@ def batch_algebra(run: RunConfig, devices: Sequence[int] | None = None) -> Batch
         packing_length=run.global_max_length,
         row_rule=rows,
         packing_window=run.training.packing_window if rows is RowRule.STEP else None,
-        updates=run.training.max_steps * run.training.updates_per_batch,
+        updates=run.training.num_steps * run.training.updates_per_batch,
         updates_per_step=run.training.updates_per_batch,
         warmup_steps=run.warmup_steps,
-        a_steps=run.training.max_steps - b_steps,
+        a_steps=run.training.num_steps - b_steps,
         b_steps=b_steps,
     )
 

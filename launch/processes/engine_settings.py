@@ -41,6 +41,7 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
         enforce_eager=vllm.enforce_eager,
         max_images_per_prompt=images.max_per_prompt,
         max_image_pixels=images.max_pixels,
+        max_pixels=config.data.max_pixels,
         repeat_guard=config.rollout_matching.repeat_terminate.settings(),
         enable_lora=vllm.enable_lora,
         max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,

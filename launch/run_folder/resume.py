@@ -91,7 +91,7 @@ class ResumePoint:
     def describe(self, config: RunConfig) -> list[str]:
         """Return the console lines about this checkpoint."""
         run = config.telemetry.run_dir
-        steps = f"{self.step} of {config.training.max_steps} steps"
+        steps = f"{self.step} of {config.training.num_steps} steps"
         lines = [f"resume    {run} after {steps}, from {self.checkpoint.name}"]
         lines += [
             f"warning   {folder} is damaged ({reason}); the run continues without it, and renames"
@@ -194,9 +194,9 @@ def resumed(config: RunConfig) -> tuple[RunConfig, ResumePoint | None]:
             f" resume another one ({names(run, set(states) - {checkpoint})})"
         )
     problems = list(_changes(state, config))
-    if state.step > config.training.max_steps:
+    if state.step > config.training.num_steps:
         problems.append(
-            f"training.max_steps: is {config.training.max_steps}, but {checkpoint} was saved after"
+            f"training.max_steps: is {config.training.num_steps}, but {checkpoint} was saved after"
             f" {state.step} steps; raise it, or resume an earlier checkpoint"
         )
     if problems:

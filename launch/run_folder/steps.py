@@ -10,13 +10,15 @@ from launch.processes.replacements import Replacement
 from shared.chunking import round_parts
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
-from shared.metrics import StepReport, metric_of
+from shared.metrics import REWARD_FAMILY, StepReport, metric_of
 from shared.rollouts import SyncReport
 from shared.run_files import Span
 from shared.schedule import StepPlan
 from shared.seeds import request_seed
 
 TRACK = "driver"
+MAX_PARTS = 4
+"""Maximum number of reward functions in the console's line of a step."""
 
 
 @dataclass(slots=True)
@@ -155,8 +157,9 @@ def step_spans(record: StepRecord, report: StepReport, start_s: float, end_s: fl
 def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_steps: int) -> str:
     """Return the console's line of a finished step.
 
-    Example: `step   26/160 B  loss  1.2500  rows 3  match 0.25  dropped 2  tokens 90  logp 3e-06
-    generate 0.40 s  learn 0.50 s  step 1.00 s  v7`.
+    Example: `step   26/160 B  loss  1.2500  rows 3  match 0.25  dropped 2  len 34/57  cut 0.02
+    logp 3e-06  generate 0.40 s 225 tok/s  learn 0.50 s 900 tok/s  step 1.00 s  v7`. `len` is the
+    mean and the largest number of tokens of a rollout, `cut` the share cut at the length limit.
     """
     parts = [
         f"step {report.number:>4}/{max_steps} {report.channel}",
@@ -171,18 +174,34 @@ def progress_line(report: StepReport, metrics: Mapping[str, float | str], max_st
             parts += _reward_figures(metrics)
         if "rollout/num_failed" in metrics:
             parts += _trajectory_figures(metrics)
-        parts.append(f"tokens {metrics['rollout/num_tokens']:.0f}")
+        parts += _length_figures(metrics)
         if "rollout/logprob_max_abs" in metrics:
             parts.append(f"logp {metrics['rollout/logprob_max_abs']:.0e}")
         else:
             parts.append("logp not compared")
-        parts.append(f"generate {metrics['time/generate_s']:.2f} s")
+        parts.append(f"generate {_timed('generate', metrics)}")
     if metrics["packing/num_carried"]:
         parts.append(f"carried {metrics['packing/num_carried']:.0f}")
-    parts.append(f"learn {metrics['time/learn_s']:.2f} s")
+    parts.append(f"learn {_timed('learn', metrics)}")
     if "time/sync_s" in metrics:
         parts.append(f"sync {metrics['time/sync_s']:.2f} s")
     return "  ".join([*parts, f"step {metrics['time/step_s']:.2f} s", f"v{report.weight_version}"])
+
+
+def _timed(part: str, metrics: Mapping[str, float | str]) -> str:
+    """Return the seconds of a part of the step, and its tokens per second if there were any."""
+    speed = metrics.get(f"time/{part}_tokens_per_s")
+    return f"{metrics[f'time/{part}_s']:.2f} s" + (f" {speed:.0f} tok/s" if speed else "")
+
+
+def _length_figures(metrics: Mapping[str, float | str]) -> list[str]:
+    figures = [f"len {metrics['rollout/length']:.0f}/{metrics['rollout/length_max']:.0f}"]
+    # A conversation can be cut between answers too.
+    is_environment = "rollout/num_failed" in metrics
+    rate = "truncated_rate" if is_environment else "length_limited_rate"
+    if share := metrics[f"rollout/{rate}"]:
+        figures.append(f"cut {share:.2f}")
+    return figures
 
 
 def _sample_figures(metrics: Mapping[str, float | str]) -> list[str]:
@@ -198,7 +217,13 @@ def _sample_figures(metrics: Mapping[str, float | str]) -> list[str]:
 def _reward_figures(metrics: Mapping[str, float | str]) -> list[str]:
     figures = ["no reward"]
     if "rollout/reward" in metrics:
-        figures = [f"reward {metrics['rollout/reward']:.3f}"]
+        reward = f"reward {metrics['rollout/reward']:.3f} ±{metrics['rollout/reward_std']:.2f}"
+        names = [name for name in metrics if name.startswith(REWARD_FAMILY)]
+        # A single function is the reward itself.
+        parts = [f"{name.removeprefix(REWARD_FAMILY)} {metrics[name]:.2f}" for name in names]
+        hidden = [f"+{len(parts) - MAX_PARTS}"] if len(parts) > MAX_PARTS else []
+        shown = ", ".join([*parts[:MAX_PARTS], *hidden]) if len(parts) > 1 else ""
+        figures = [f"{reward} ({shown})" if shown else reward]
     without = metrics["rollout/num_groups_without_signal"]
     figures.append(f"no signal {without:.0f}/{metrics['rollout/num_groups']:.0f}")
     return figures
@@ -206,7 +231,7 @@ def _reward_figures(metrics: Mapping[str, float | str]) -> list[str]:
 
 def _trajectory_figures(metrics: Mapping[str, float | str]) -> list[str]:
     figures = []
-    for word, name in (("failed", "failed"), ("truncated", "truncated"), ("split", "splits")):
+    for word, name in (("failed", "failed"), ("split", "splits")):
         if count := metrics[f"rollout/num_{name}"]:
             figures.append(f"{word} {count:.0f}")
     return figures

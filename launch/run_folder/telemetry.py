@@ -77,7 +77,7 @@ class Telemetry:
         self._console = console
         run_dir = config.telemetry.run_dir
         self._folder = RunFolder(run_dir, config.resume, resumes=point is not None)
-        self._bar = StepBar(console, config.training.max_steps)
+        self._bar = StepBar(console, config.training.num_steps)
         self.patience = Patience(tell=self.warn)
         """Calls functions that write files. Failed writes are retried only after the first weight
         sync; before that, they end the start at once."""
@@ -327,7 +327,7 @@ class Telemetry:
         if self._ray_metrics is not None:
             self._ray_metrics.step_done(report.number, version, metrics)
         self._trace(step_spans(record, report, start_s, end_s))
-        self.note(progress_line(report, metrics, self._config.training.max_steps))
+        self.note(progress_line(report, metrics, self._config.training.num_steps))
         self._bar.done(report.number)
         calls = report.metrics.get("rollout/num_tool_calls")
         if calls is not None:

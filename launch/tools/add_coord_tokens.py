@@ -21,7 +21,6 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor
-from transformers.image_utils import SizeDict
 from transformers.utils import logging
 
 from launch.checks.weights import weight_warnings
@@ -208,19 +207,15 @@ def _pixel_limits(pictures: Pictures, options: AddOptions) -> tuple[int, int]:
 def _limit_pixels(processor: ProcessorMixin, options: AddOptions) -> str:
     """Set an image's minimum and maximum pixels in the processor. Returns a line to print."""
     pictures = pictures_of(processor)
-    image_processor = processor.image_processor
     low, high = _pixel_limits(pictures, options)
     side = pictures.resize.side
+    # For InternVL this sets `crop_to_patches` too: the processor always crops, but engines read it.
+    pictures.limit(low, high)
     if not isinstance(pictures, TiledPictures):
-        image_processor.size = SizeDict(shortest_edge=low, longest_edge=high)
         tokens = high // side**2
         return f"images    {low:,} to {high:,} pixels, so at most {tokens:,} tokens each"
     few = max(1, low // side**2)
     most = high // side**2
-    image_processor.min_patches = few
-    image_processor.max_patches = most
-    # The processor always crops, but engines read this setting.
-    image_processor.crop_to_patches = True
     tile = processor.image_seq_length
     if most == 1:
         return f"images    one tile of {side} x {side} pixels, so {tile:,} tokens each"

@@ -92,6 +92,9 @@ class ServeOptions(Section):
     """Maximum rank of an adapter."""
     max_images_per_prompt: PositiveInt = 1
     """Maximum images of one request."""
+    max_pixels: PositiveInt | None = None
+    """Reduce images with more pixels to this number: the run's data.max_pixels; null: the limit of
+    the checkpoint's processor."""
     image_root: ConfigPath | None = None
     """Folder of images that requests may name by path; null: requests must contain the images."""
     max_requests: PositiveInt = 1024
@@ -162,6 +165,7 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         device=device,
         tensor_parallel_size=options.tensor_parallel_size,
         max_images_per_prompt=options.max_images_per_prompt,
+        max_pixels=options.max_pixels,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,

@@ -308,7 +308,7 @@ class RolloutMatchingStep(AlgorithmStep):
             self._log_next(target, rollout)
             yield Segment(position, prompt, target, self.plan.step, rollout.actor, sampled_by)
             if reward is not None:
-                self.metrics.totals.add_mean("rollout/reward", reward, 1)
+                self.metrics.add_reward(reward)
                 self._group.append(_Scored(rollout, prompt, reward))
                 yield from self._compared()
 

@@ -151,7 +151,7 @@ def require_lengths(
     if checkpoint is not None and dataset.key:
         key = kept.digest_of(
             *(dataset.key, _checkpoint_digest(checkpoint)),
-            *(encoder.prompts, answer_format, taught, most, _COLUMNS),
+            *(encoder.prompts, encoder.picture_resize, answer_format, taught, most, _COLUMNS),
         )
     file = kept.kept_file(dataset.path, "taught" if taught else "held_out")
     found = kept.read(file, key) if key else None

@@ -370,7 +370,7 @@ def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:
         return peak * (step + 1) / config.lr_warmup_steps
     if config.lr_schedule == "constant":
         return peak
-    progress = (step - config.lr_warmup_steps) / max(1, config.max_steps - config.lr_warmup_steps)
+    progress = (step - config.lr_warmup_steps) / max(1, config.num_steps - config.lr_warmup_steps)
     if config.lr_schedule == "linear":
         decay = 1.0 - progress
     else:

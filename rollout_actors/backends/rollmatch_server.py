@@ -103,6 +103,8 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
         values["max_images_per_prompt"] = settings.max_images_per_prompt
     if settings.max_image_pixels > IMAGE_PIXELS:
         values["max_image_pixels"] = settings.max_image_pixels
+    if settings.max_pixels is not None:
+        values["max_pixels"] = settings.max_pixels
     if settings.kv_cache_memory_bytes is None:
         values["gpu_memory_utilization"] = settings.gpu_memory_utilization
     else:
@@ -262,6 +264,12 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
         if actual != wanted:
             remedy = f"start the server with {name}={wanted}"
             yield f"{name} is {actual}, the run's is {wanted}: {remedy}"
+    if info.max_pixels != expected.max_pixels:
+        remedy = f"start the server with max_pixels={expected.max_pixels or 'null'}"
+        yield (
+            f"max_pixels is {info.max_pixels or 'null'}, the run's data.max_pixels is"
+            f" {expected.max_pixels or 'null'}: {remedy}"
+        )
     num_sequences = expected.sequences_per_device * info.world_size
     for name, limit, needed in (
         ("max_model_len", info.max_model_len, expected.max_model_len),

@@ -78,6 +78,10 @@ class StockInfo(BaseModel):
         "model_config", "multimodal_config", "limit_per_prompt", "image", "count", default=None
     )
     """Limit of images in one prompt; None: no limit."""
+    processor_arguments: dict[str, object] | None = _setting(
+        "model_config", "multimodal_config", "mm_processor_kwargs", default=None
+    )
+    """Settings of the image processor that replace the checkpoint's."""
     max_num_seqs: int = _setting("scheduler_config", "max_num_seqs")
     data_parallel_size: int = _setting("parallel_config", "data_parallel_size")
     pipeline_parallel_size: int = _setting("parallel_config", "pipeline_parallel_size")

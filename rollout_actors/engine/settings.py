@@ -56,6 +56,8 @@ class EngineSettings:
     max_images_per_prompt: int = 1
     max_image_pixels: int = 0
     """Pixels of the largest image in the requests; 0: unknown. Only servers enforce a limit."""
+    max_pixels: int | None = None
+    """Images with more pixels are reduced to this number; None: the limit of the checkpoint."""
     kv_cache_memory_bytes: int | None = None
     """Size of the key-value cache; None: determined by `gpu_memory_utilization`. On CPU set it, or
     the engine may refuse to start while other processes use memory."""
@@ -138,11 +140,13 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
     # Other code refuses a folder that is not a checkpoint.
     is_checkpoint = (Path(settings.model_path) / "config.json").is_file()
     kind = model_type(settings.model_path) if is_checkpoint else ""
-    tiles: dict[str, object] = {}
-    if kind in TILED_MODEL_TYPES:
+    of_images: dict[str, object] = {}
+    if settings.max_pixels is not None:
+        of_images = {"mm_processor_kwargs": _pixel_limits(settings.model_path, settings.max_pixels)}
+    elif kind in TILED_MODEL_TYPES:
         # vLLM 0.32 sizes its image cache by this setting of the image processor. Published
         # checkpoints set it to false, and the processor cuts tiles anyway.
-        tiles = {"mm_processor_kwargs": {"crop_to_patches": True}}
+        of_images = {"mm_processor_kwargs": {"crop_to_patches": True}}
     return {
         "model": settings.model_path,
         "dtype": settings.dtype,
@@ -169,8 +173,18 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         # In every engine, because a client may set a rule after the start.
         "logits_processors": [GUARD_PROCESSOR],
         **lora,
-        **tiles,
+        **of_images,
     }
+
+
+def _pixel_limits(model_path: str, most: int) -> dict[str, object]:
+    """Return the settings with which vLLM's image processor makes at most `most` pixels."""
+    from transformers import AutoProcessor
+
+    from shared.tokens.pictures import pictures_of
+
+    pictures = pictures_of(AutoProcessor.from_pretrained(model_path))
+    return pictures.limits(pictures.resize.min_pixels, most)
 
 
 def _cpu_arguments(kind: str) -> dict[str, object]:

@@ -256,6 +256,7 @@ class ServerInfo(WireMessage):
     transport: str
     world_size: int
     max_images_per_prompt: int
+    max_pixels: int | None = None
     enable_lora: bool
     max_lora_rank: int
     limits: CallLimits

@@ -268,6 +268,7 @@ class RolloutService:
             transport=settings.transport,
             world_size=self.world_size,
             max_images_per_prompt=settings.max_images_per_prompt,
+            max_pixels=settings.max_pixels,
             enable_lora=settings.enable_lora,
             max_lora_rank=settings.max_lora_rank,
             limits=self.limits,

@@ -25,6 +25,9 @@ LIST_TAG = "a list"
 pydantic includes the tag in the location of an error. Messages leave the tag out.
 """
 
+MISSING = "is required, and missing"
+"""The text, after a key's path, of the message about a required key that is missing."""
+
 Fraction01 = Annotated[float, Field(ge=0.0, le=1.0)]
 """A number in [0, 1]."""
 

@@ -42,7 +42,7 @@ def remarks(run: RunConfig) -> tuple[str, ...]:
     matching = run.rollout_matching
     tokens = FreshTokens.of(Path(run.model.path))
     warm = run.training.lr_warmup_steps
-    steps = run.training.max_steps
+    steps = run.training.num_steps
     found = []
     if warm >= steps:
         found.append(

@@ -11,11 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from shared.config.base import LIST_TAG, PATH_TAG, Problem, Section, dotted
+from shared.config.base import LIST_TAG, MISSING, PATH_TAG, Problem, Section, dotted
 from shared.config.pipeline import IMPORTED
-
-MISSING = "is required, and missing"
-"""The text, after a key's path, of the message about a required key that is missing."""
 
 _EXPECTED = {
     "int_type": "an integer",

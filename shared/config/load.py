@@ -107,6 +107,7 @@ def cross_check(run: RunConfig) -> list[Problem]:
     matches = run.algorithm.uses_rollouts and not run.algorithm.uses_environment
     return [
         *algorithm.data_is_there(run),
+        *algorithm.epochs_are_equal(run),
         *algorithm.entries_have_input(run.custom.trainer_variant, matching.pipeline.enabled()),
         *algorithm.every_channel_learns(run),
         *algorithm.rewards_can_be_compared(run),

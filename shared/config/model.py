@@ -225,6 +225,10 @@ class DataSection(Section):
     the image in digits, as a stock Qwen3-VL writes; qwen2_5_vl: the same in pixels of the resized
     image; rex_omni: Rex-Omni's phrases with boxes of its tokens `<0>` to `<999>`. The data files
     are the same for all."""
+    max_pixels: PositiveInt | None = None
+    """Reduce images with more pixels (width times height) to this number, in learner and engines,
+    and images of environments too; null: the limit of the checkpoint's processor. InternVL uses
+    whole tiles. Rollout servers are started with the same limit."""
     shuffle: bool = True
     """Shuffle the samples of every epoch, by `training.seed`; false: use the order of the file."""
     augment: AugmentSection | None = None

@@ -177,15 +177,15 @@ class RunConfig(Section):
     def num_b_steps(self) -> int:
         """The number of the run's channel-B steps."""
         if self.algorithm.is_scheduled:
-            return self.stage2_ab.schedule.num_b_steps(self.training.max_steps)
-        return self.training.max_steps if self.algorithm.uses_rollouts else 0
+            return self.stage2_ab.schedule.num_b_steps(self.training.num_steps)
+        return self.training.num_steps if self.algorithm.uses_rollouts else 0
 
     @property
     def warmup_steps(self) -> int:
         """The number of channel-A steps at the start, before `b_ratio` of the schedule applies."""
         if not self.algorithm.is_scheduled:
             return 0
-        return min(self.stage2_ab.schedule.warmup_steps, self.training.max_steps)
+        return min(self.stage2_ab.schedule.warmup_steps, self.training.num_steps)
 
     def maskiou_gate(self, step: int) -> float:
         """Return the least mask IoU at which objects are matched in a step, which counts from 0.

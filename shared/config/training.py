@@ -11,10 +11,12 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
-from shared.config.base import Fraction01, LearningRate, Section, WholeGPUs, refusal
+from shared.config.base import MISSING, Fraction01, LearningRate, Section, WholeGPUs, refusal
 from shared.model_families import ModelPart
 
 
@@ -119,8 +121,12 @@ class PartsSection(Section):
 class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, examples=[17])]
     """Seed of the run: data order, prompts, augmentation, new adapters and every rollout."""
-    max_steps: Annotated[PositiveInt, Field(examples=[100])]
-    """Number of steps of the run. Each has one optimizer update, or `updates_per_batch`."""
+    num_epochs: PositiveInt | None = None
+    """Length of the run instead of `max_steps`: the run draws every training row this many times.
+    The number of steps is computed at the start, rounded up, and recorded as `max_steps`."""
+    max_steps: Annotated[PositiveInt | None, Field(examples=[100], validate_default=True)] = None
+    """Number of steps of the run, if `num_epochs` is not set. Each has one optimizer update, or
+    `updates_per_batch`."""
     updates_per_batch: PositiveInt = 1
     """Number of optimizer updates per step on the same rollouts, between generation and sync. Each
     learns all rows once. Only under `trajectory_pg`. Schedules, weight versions and checkpoints
@@ -186,3 +192,25 @@ class TrainingSection(Section):
     """Number of rollouts (of environments: segments) after which full packed rows are built and
     learned. Rollouts are taken in index order. Segments that fill no row wait for the next rows of
     the step. No effect under `stage2_rollout_aligned`, which builds one row per micro-step."""
+
+    @field_validator("max_steps")
+    @classmethod
+    def _has_one_length(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if "num_epochs" not in info.data:
+            return value  # an invalid number of epochs is reported by itself
+        epochs = info.data["num_epochs"]
+        if value is None and epochs is None:
+            raise refusal(MISSING, "add it, for example `max_steps: 100`, or set num_epochs")
+        if value is not None and epochs is not None:
+            wrong = f"{value} contradicts training.num_epochs, which is {epochs}"
+            raise refusal(wrong, "remove one of the two keys, or set it to null")
+        return value
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the run.
+
+        With `num_epochs` it is known after `launch.checks.data.with_num_steps`.
+        """
+        assert self.max_steps is not None, "num_epochs is not yet converted to steps"
+        return self.max_steps

@@ -85,6 +85,18 @@ class Pictures:
         side = images.patch_size * images.merge_size
         return PictureResize(side, images.size.shortest_edge, images.size.longest_edge)
 
+    def limits(self, low: int, high: int) -> dict[str, Any]:
+        """Return settings of the image processor that resize images to `low` to `high` pixels.
+
+        vLLM takes them as `mm_processor_kwargs`.
+        """
+        return {"size": {"shortest_edge": low, "longest_edge": high}}
+
+    def limit(self, low: int, high: int) -> None:
+        """Let the processor resize images to `low` to `high` pixels (width times height)."""
+        images = self._processor.image_processor
+        images.size = type(images.size)(**self.limits(low, high)["size"])
+
     def num_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens of an image of this size in pixels, without `around`.
 
@@ -140,6 +152,14 @@ class TiledPictures(Pictures):
         side = images.size.height
         few, most = (number * side**2 for number in (images.min_patches, images.max_patches))
         return TileResize(side, few, most)
+
+    def limits(self, low: int, high: int) -> dict[str, Any]:
+        tile = self.resize.side**2
+        return {"min_patches": max(1, low // tile), "max_patches": high // tile, **_CUT}
+
+    def limit(self, low: int, high: int) -> None:
+        for name, value in self.limits(low, high).items():
+            setattr(self._processor.image_processor, name, value)
 
     def num_tokens(self, width: int, height: int) -> int:
         images = self._processor.image_processor

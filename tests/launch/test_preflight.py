@@ -35,6 +35,7 @@ from launch.preflight import preflight
 from launch.processes.placement import Resources
 from learner.data.samples import load_samples
 from rollout_actors.server.app import make_app
+from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.weight_sync.transports import Device, TransportKind
 
 SOUND = {
@@ -509,6 +510,26 @@ def test_a_server_that_takes_no_image_as_large_as_the_data_s_is_refused_before_t
         problems = preflight(run).problems
     wrong = "max_image_pixels is 10000, the run needs 20200: start the server with max_image_pixels=20200"
     assert problems == [f"{SERVER.format(0, url)} does not suit the run; {wrong}"]
+
+
+@pytest.mark.slow
+def test_prompts_are_as_long_as_images_within_max_pixels_make_them(config, tmp_path):
+    stock = {
+        "model__path": str(make_stock_model(tmp_path / "stock", "qwen3_vl")),
+        "data__answer_format": "qwen3_vl",
+        "rollout_matching__pipeline": EXAMPLE_PIPELINE,
+        "global_max_length": 100,
+    }
+
+    def found(**changes):
+        report = preflight(config(**stock, **changes), **CPU_NODE)
+        (problem,) = [line for line in report.problems if line.startswith("global_max_length")]
+        return int(re.search(r": prompt (\d+) ", problem)[1])
+
+    # Of 96 x 96 and 64 x 64 pixels, a token for each 16 x 16.
+    assert found() - found(data__max_pixels=4096) == 36 - 16
+    refused = preflight(config(**stock, data__max_pixels=9), **CPU_NODE).problems
+    assert any(line.startswith("data.max_pixels: 9 is less") for line in refused)
 
 
 @pytest.mark.slow

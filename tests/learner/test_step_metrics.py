@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from rollout_support import make_rollout
 
@@ -25,6 +27,7 @@ from shared.grounding.matching import MatchedPair, MatchResult
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
 from shared.records import GeometryKind
 from shared.rollouts import FinishReason
+from shared.run_files import Span
 from shared.schedule import StepPlan
 from shared.trajectory import EnvironmentRollout
 
@@ -76,6 +79,7 @@ def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> 
     assert counted["rollout/num"] == 10
     assert counted["rollout/num_repeat_terminated"] == 3
     assert counted["rollout/num_length_limited"] == 2
+    assert counted["rollout/length_limited_rate"] == 0.2
 
 
 def test_what_an_answer_held_and_what_became_of_it_is_counted() -> None:
@@ -157,6 +161,29 @@ def test_a_reward_function_that_fails_is_counted_and_the_means_are_over_the_figu
     assert (counted["rollout/num_failed"], counted["rollout/num_reward_errors"]) == (2, 2)
     assert counted["rollout/reward"] == 0.5
     assert (counted["reward/right"], counted["reward/judge"]) == (2.0 / 3, 0.25)
+
+
+def test_rewards_have_their_deviation_and_rollouts_their_mean_and_largest_length() -> None:
+    metrics = step_metrics()
+    for reward, length in ((0.0, 2), (1.0, 4), (1.0, 6)):
+        metrics.add_environment_rollout(replace(SOUND, reward=reward, num_tokens=length))
+    failed = replace(SOUND, error="ValueError", reward=0.0, num_tokens=0)
+    metrics.add_environment_rollout(failed)
+    counted = metrics.totals.as_dict()
+    assert counted["rollout/reward_std"] == pytest.approx((2 / 9) ** 0.5), "of those that did not"
+    assert (counted["rollout/length"], counted["rollout/length_max"]) == (3, 6)
+
+
+def test_tokens_per_second_are_those_of_generation_and_of_rows() -> None:
+    metrics = step_metrics()
+    metrics.add_generation([Span("actor", "generate", 10.0, 14.0)])
+    metrics.add_environment_rollout(replace(SOUND, num_tokens=100))
+    metrics.totals.add("packing/num_tokens", 90)
+    metrics.mark("learn", time.time() - 3.0)
+    report = metrics.report(1, {}, (), denominator=1, num_carried=0)
+    counted = report.totals.as_dict()
+    assert counted["time/generate_tokens_per_s"] == 25.0
+    assert counted["time/learn_tokens_per_s"] == pytest.approx(30.0, rel=0.1)
 
 
 def test_of_a_group_each_environment_has_its_mean_reward() -> None:

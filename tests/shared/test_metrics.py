@@ -43,12 +43,14 @@ def test_every_drop_reason_has_a_counter():
     assert all(f"rollout/num_dropped.{reason}" in BY_NAME for reason in DropReason)
 
 
-def test_ratios_are_of_sums_that_are_in_the_table():
+def test_ratios_are_of_sums_that_are_in_the_table_or_per_second():
     ratios = [metric for metric in METRICS if metric.reduction is Reduction.RATIO]
     assert ratios
     for metric in ratios:
         assert metric.ratio_of is not None
-        assert all(BY_NAME[name].reduction is Reduction.SUM for name in metric.ratio_of)
+        above, below = (BY_NAME[name] for name in metric.ratio_of)
+        assert above.reduction is Reduction.SUM
+        assert below.reduction is Reduction.SUM or below.name.startswith("time/")
 
 
 def rank(matched, ground_truth, ages, largest):
@@ -73,6 +75,24 @@ def test_rows_and_ranks_of_different_sizes_reduce_to_the_numbers_of_their_union(
     assert values["packing/learned_age"] == pytest.approx(8 / 4)
     assert values["rollout/logprob_max_abs"] == 3e-6
     assert second.as_dict()["rollout/num_matched"] == 5
+
+
+def test_the_deviation_of_all_ranks_rewards_is_of_their_union_and_exactly_0_if_all_are_equal():
+    first, second = MetricAccumulator(), MetricAccumulator()
+    values = [0.1, 0.7, 0.2, 1.3, -2.0]
+    for number, value in enumerate(values):
+        (first if number < 2 else second).add_value("rollout/reward_std", value)
+    first.merge([second])
+    mean = sum(values) / 5
+    slow = (sum((value - mean) ** 2 for value in values) / 5) ** 0.5
+    assert first.as_dict() == {"rollout/reward_std": pytest.approx(slow)}
+    equal = MetricAccumulator()
+    for _ in range(3):
+        equal.add_value("rollout/reward_std", 0.1)
+    equal.merge([equal])
+    assert equal.as_dict() == {"rollout/reward_std": 0.0}
+    with pytest.raises(AssertionError, match="reduced by mean"):
+        equal.add_value("rollout/reward", 0.1)
 
 
 def test_a_ratio_or_mean_over_nothing_is_absent_as_are_families_of_others():

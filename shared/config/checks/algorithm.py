@@ -10,8 +10,8 @@ from math import lcm
 
 from shared.chunking import rank_share
 from shared.config.algorithm import ALGORITHMS, TrainerVariant
-from shared.config.base import Problem
-from shared.config.explain import MISSING, as_yaml
+from shared.config.base import MISSING, Problem
+from shared.config.explain import as_yaml
 from shared.config.pipeline import (
     EXAMPLE_POLICY_GRADIENT,
     Channel,
@@ -72,6 +72,22 @@ def data_is_there(run: RunConfig) -> Iterator[Problem]:
             yield Problem(key, wrong, f"{remedy}, or {key}: {none}")
 
 
+def epochs_are_equal(run: RunConfig) -> Iterator[Problem]:
+    """Report a number of epochs if some rows are drawn more often than others."""
+    epochs = run.training.num_epochs
+    if epochs is None:
+        return
+    why = None
+    remedy = "set training.max_steps instead"
+    if len(run.data.sources("train")) > 1:
+        why = "each of several data files (data.train) has its own weight and epochs"
+    elif run.environment is not None and run.environment.refill_rounds:
+        why = "environment.refill_rounds draws more rows if rewards are equal"
+        remedy += ", or environment.refill_rounds: 0"
+    if why is not None:
+        yield Problem("training.num_epochs", f"{epochs} has no meaning, because {why}", remedy)
+
+
 def entries_have_input(
     variant: TrainerVariant, entries: Iterable[tuple[str, ObjectiveEntry | CoordDiagEntry]]
 ) -> Iterator[Problem]:
@@ -97,11 +113,13 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
     """
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
-        active = pipeline.active(Channel.B)
-        # A `policy_gradient` of weight 0 still decides the advantages, for an imported objective.
-        learning = (PolicyGradientEntry, ImportedEntry)
-        if pipeline.policy_gradient is None or not any(
-            isinstance(entry, learning) and entry.teaches for entry in active
+        if not any(
+            entry.teaches
+            and (
+                isinstance(entry, PolicyGradientEntry)
+                or (isinstance(entry, ImportedEntry) and entry.advantages is not None)
+            )
+            for entry in pipeline.active(Channel.B)
         ):
             yield Problem(
                 _OBJECTIVE,

@@ -12,11 +12,12 @@ import runner_environment
 from config_support import configuration, trajectory_config
 from PIL import Image
 
-from launch.checks.data import DataFacts, ImageNeeds, check_data
+from launch.checks.data import DataFacts, ImageNeeds, check_data, with_num_steps
 from learner.data import kept, samples
 from learner.data.samples import load_samples
 from shared.errors import ConfigError, RecordError
 from shared.records import image_facts
+from shared.schedule import RunSchedule
 from shared.trajectory import ExampleCounts
 
 ROOT = Path(__file__).parents[3]
@@ -415,3 +416,65 @@ def test_engines_make_room_for_as_many_images_as_the_environment_may_show(
 ):
     (model / "config.json").write_text(json.dumps({"model_type": kind}))
     assert of_environment(max_images_per_prompt=3).images == ImageNeeds(3)
+
+
+def of_epochs(number, **changes):
+    """Of channel A, if `changes` have no schedule."""
+    length = {"training__max_steps": None, "training__num_epochs": number}
+    return {**length, "stage2_ab__schedule": {"b_ratio": 0.0}, **changes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("epochs", "changes", "steps"),
+    [
+        (1, {"training__effective_batch_size": 8}, 8),
+        (3, {"training__effective_batch_size": 8}, 24),
+        (1, {"training__effective_batch_size": 24}, 3),  # the last step draws 8 of the next epoch
+        (1, {"training__effective_batch_size": 128}, 1),
+        # 4 rows on channel A, and 16 on every other step after 4 of them: 16 + 4 + 16 + 4 + 16 + 4
+        (
+            1,
+            {
+                "training__effective_batch_size": 4,
+                "stage2_ab__channel_b__rollouts_per_step": 16,
+                "stage2_ab__schedule": {"warmup_steps": 4, "b_ratio": 0.5},
+            },
+            10,
+        ),
+    ],
+)
+def test_epochs_become_the_steps_that_draw_each_of_the_64_rows_so_often(
+    model, data, tmp_path, epochs, changes, steps
+):
+    config = configuration(model, data, tmp_path / "run", **of_epochs(epochs, **changes))
+    shown = []
+    resolved = with_num_steps(config, shown.append)
+    assert (resolved.training.max_steps, resolved.training.num_epochs) == (steps, None)
+    schedule = RunSchedule(resolved)
+    assert (
+        schedule.num_samples_before(steps) >= epochs * 64 > schedule.num_samples_before(steps - 1)
+    )
+    plural = "" if steps == 1 else "s"
+    assert shown == [f"epochs    {epochs} x 64 training rows are {steps} step{plural}"]
+    assert with_num_steps(resolved, shown.append) is resolved
+
+
+@pytest.mark.slow
+def test_rows_that_are_skipped_do_not_count_in_an_epoch(demo_checkpoint, data, tmp_path):
+    (data / "train" / "00003.png").unlink()  # this row cannot be read
+    Image.new("RGB", (300, 1)).save(data / "train" / "thin.png")
+    # The processor takes no image with a side more than 200 times the other.
+    change_row(data, 5, images=["train/thin.png"], width=300, height=1)
+    changes = {"training__effective_batch_size": 2, "data__on_bad_row": "skip"}
+    folders = (demo_checkpoint, data, tmp_path / "run")
+    config = configuration(*folders, **of_epochs(1, global_max_length=512, **changes))
+    assert with_num_steps(config, print).training.max_steps == 31
+
+
+@pytest.mark.slow
+def test_an_epoch_of_an_environment_asks_every_example_once(tmp_path, demo_lm):
+    """Of 32 examples with 4 rollouts each, 3 a step."""
+    args = {"environment__args": {"num_examples": 32}}
+    config = trajectory_config(demo_lm, tmp_path / "run", **of_epochs(2, **args))
+    assert with_num_steps(config, print).training.max_steps == -(-2 * 32 // 3)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.ray
 METRICS = {
     "loss/total": 2.5,
     "rollout/num_tokens": 1200.0,
+    "time/generate_tokens_per_s": 800.0,
     "time/step_s": 3.0,
     "time/generate_s": 1.5,
     "time/learn_s": 1.25,

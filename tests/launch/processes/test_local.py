@@ -15,6 +15,7 @@ from launch.cli import as_schema_overrides
 from launch.inspect.diff_runs import diff_runs
 from launch.processes import cluster
 from launch.processes.local import ThreadRank
+from launch.run_folder.resume import config_of_run
 from launch.train import run
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
 from rollout_actors.engine.sampling import encode_prompt
@@ -218,3 +219,36 @@ def test_a_backend_that_a_user_registers_generates_for_a_run(config_of, tmp_path
     )
     assert len(own) == 4
     assert own == of_hf
+
+
+@pytest.mark.slow
+def test_a_run_of_one_epoch_draws_each_row_once_and_its_resume_finds_it_complete(
+    tmp_path, config_of
+):
+    folder = tmp_path / "run"
+    changes = {
+        "training__max_steps": None,
+        "training__num_epochs": 1,
+        "training__effective_batch_size": 16,
+        "training__lr_schedule": "linear",
+        "stage2_ab__schedule__b_ratio": 0.0,
+        "data__val": None,
+    }
+
+    def told(config):
+        console = Console(record=True, width=400)
+        run(config, console)
+        return console.export_text()
+
+    first = told(config_of(folder, **changes))
+    assert re.search(r"^epochs +1 x 64 training rows are 4 steps$", first, re.MULTILINE)
+    assert re.search(r"^updates +4 = 4 channel A", first, re.MULTILINE)
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    rates = [line["optim/learning_rate"] for line in lines]
+    assert rates == pytest.approx([rates[0] * share for share in (1, 3 / 4, 2 / 4, 1 / 4)])
+    ledger = [line for line in read_lines(folder / "ledger.jsonl") if "samples" in line]
+    assert ledger[-1]["samples"][1] == 64
+    for again in (config_of(folder, **changes, resume={"run": "auto"}), config_of_run(folder, [])):
+        assert "after 4 of 4 steps" in told(again)
+        assert "complete" in told(again)

@@ -41,16 +41,20 @@ METRICS = {
     "rollout/num_dropped_objects": 2.0,
     "rollout/num_fallback": 3.0,
     "rollout/num_tokens": 90.0,
+    "rollout/length": 7.5,
+    "rollout/length_max": 9.0,
+    "rollout/length_limited_rate": 0.0,
     "rollout/logprob_max_abs": 3e-6,
 }
 TRAJECTORIES = {
     **METRICS,
     "rollout/num": 12.0,
     "rollout/reward": 0.5,
+    "rollout/reward_std": 0.25,
     "rollout/num_groups": 3.0,
     "rollout/num_groups_without_signal": 1.0,
     "rollout/num_failed": 0.0,
-    "rollout/num_truncated": 0.0,
+    "rollout/truncated_rate": 0.0,
     "rollout/num_splits": 0.0,
 }
 FIRST_SYNC = SyncReport(1, 11_000_000, {"wire": 0.01}, 2e-6)
@@ -376,7 +380,7 @@ def test_a_step_whose_rollouts_called_no_tool_is_warned_of(
     assert written["rounds"] == [[[0, 4]], [[4, 8]], [[8, 12]]], "whole groups: six are one of four"
     (logged,) = lines(of_environment, "metrics.jsonl")
     assert has(logged, **metrics, **{"rollout/decode_mode": "sample"})
-    assert "reward 0.500  no signal 1/3" in output.getvalue()
+    assert "reward 0.500 ±0.25  no signal 1/3" in output.getvalue()
     warning = "warning   none of 12 rollouts called a tool, although tools were offered"
     assert (warning in output.getvalue()) == is_warned
 

@@ -358,7 +358,7 @@ def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_a
     line = progress_line(step.report, step.metrics | {"time/step_s": 1.0}, 3)
     assert line.startswith("step    1/3 B  loss  0.0000  rows 0  reward 0.5")
     assert "logp not compared" in line
-    assert ("truncated 12" in line) is (reason == "nothing was sampled")
+    assert ("cut 1.00" in line) is (reason == "nothing was sampled")
 
 
 def test_a_step_whose_rollouts_have_all_failed_ends_the_run_with_the_first_error(config):

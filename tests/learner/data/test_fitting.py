@@ -201,6 +201,8 @@ def test_rows_are_measured_once_for_a_tokenizer_and_a_question(measured):
     file = file if file.exists() else measured.model / "processor_config.json"
     file.write_text(file.read_text() + "\n")
     assert measured()[1] == 192
+    # Images may have other numbers of tokens.
+    assert measured(data__max_pixels=4 * 96 * 96)[1] == 256
 
 
 @pytest.mark.slow

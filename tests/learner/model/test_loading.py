@@ -7,13 +7,17 @@ import shutil
 
 import pytest
 import torch
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from jinja2.exceptions import SecurityError
 from learner_support import finish_step, make_learner
+from text_families import make_text_model
 from tiny_qwen import make_stock_model
 
 from learner.model.loading import load_model, load_tokens
 from learner.model.optimizer import MasterWeights
+from learner.segments import PromptEncoder
+from shared.config.pipeline import EXAMPLE_PIPELINE
+from shared.dataset import load_dataset
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
 from shared.tokens.fresh import FreshTokens
@@ -28,6 +32,11 @@ SMALL = {
     "stage2_ab__schedule__warmup_steps": 8,
     "training__learning_rate": 2e-3,
 }
+DIGITS = {
+    "data__answer_format": "qwen3_vl",
+    "rollout_matching__pipeline": EXAMPLE_PIPELINE,
+}
+"""As a stock checkpoint writes boxes, and an objective for them."""
 
 
 @pytest.fixture
@@ -168,3 +177,31 @@ def test_float32_has_no_second_copy_of_its_weights(config):
     parameters = list(model.parameters())
     masters = MasterWeights(parameters).masters
     assert list(map(id, masters)) == list(map(id, parameters))
+
+
+def test_max_pixels_reduces_images_and_the_prompts_are_as_much_shorter(config, tmp_path):
+    stock = make_stock_model(tmp_path / "stock", "qwen3_vl")
+    whole = load_tokens(config(model__path=str(stock), **DIGITS))
+    small = load_tokens(config(model__path=str(stock), data__max_pixels=64 * 64, **DIGITS))
+    sample = load_dataset(
+        config().data.train, on_bad_row="error", sort_objects=True, check_images=True
+    )[0]
+    encoders = [PromptEncoder(tokens.processor, config().prompts) for tokens in (whole, small)]
+    grids = [encoder.encode(sample).image_grid_I3.tolist() for encoder in encoders]
+    assert grids == [[[1, 12, 12]], [[1, 8, 8]]], "of 8 pixels each"
+    counts = [encoder.num_tokens(sample) for encoder in encoders]
+    assert counts[0] - counts[1] == (12 * 12 - 8 * 8) / 4
+
+
+def test_max_pixels_below_what_the_processor_needs_is_refused_with_the_least(config, tmp_path):
+    stock = {"model__path": str(make_stock_model(tmp_path / "stock", "qwen3_vl")), **DIGITS}
+    load_tokens(config(**stock, data__max_pixels=4096))
+    with pytest.raises(ConfigError, match=r"^data\.max_pixels: 4095 .*; set it to at least 4096$"):
+        load_tokens(config(**stock, data__max_pixels=4095))
+
+
+def test_max_pixels_is_refused_for_a_model_that_reads_no_images(tmp_path):
+    folder = make_text_model(tmp_path / "llama", "llama")
+    text = trajectory_config(folder, tmp_path, data__max_pixels=4096)
+    with pytest.raises(ConfigError, match=r"^data\.max_pixels: .* reads no images; remove"):
+        load_tokens(text)

@@ -94,6 +94,7 @@ class TestStart:
             max_num_seqs=9,
             max_images_per_prompt=2,
             max_image_pixels=20_200,
+            max_pixels=4096,
             transport="nccl",
             enable_lora=True,
         )
@@ -107,6 +108,7 @@ class TestStart:
             "max_num_seqs is 8, the run needs 9",
             "max_images_per_prompt is 1",
             "max_image_pixels is 10000, the run needs 20200: start the server with max_image_pixels=20200",
+            "max_pixels is null, the run's data.max_pixels is 4096: start the server with max_pixels=4096",
             "transport is rollmatch_gloo, the run's is nccl",
             "enable_lora=true max_lora_rank=16",
         ):

@@ -17,6 +17,7 @@ from fake_server import Run, make_offer, make_request, make_settings, serving
 from fake_stock_server import GENERATE, StockServer
 from PIL import Image
 from pydantic import TypeAdapter
+from tiny_qwen import make_stock_model
 
 from rollout_actors.backends.stock_server import (
     NOT_FLAGS,
@@ -124,6 +125,21 @@ class TestStart:
         run.server.changes = changes
         with pytest.raises(RolloutError, match=said):
             run.start()
+
+    @pytest.mark.slow
+    def test_a_server_without_the_runs_limit_of_pixels_is_refused_with_its_argument(
+        self, run, tmp_path
+    ):
+        model = make_stock_model(tmp_path / "stock", "qwen3_vl")
+        limits = {"size": {"shortest_edge": 4096, "longest_edge": 9216}}
+        run.expected = replace(run.expected, model_path=str(model), max_pixels=9216)
+        with pytest.raises(RolloutError, match="--mm-processor-kwargs '") as caught:
+            run.start()
+        assert f"'{json.dumps(limits)}'" in str(caught.value)
+        assert json.dumps(limits) in stock_arguments(run.expected)
+        images = {"limit_per_prompt": {"image": {"count": 1}}, "mm_processor_kwargs": limits}
+        run.server.changes = {"model_config.multimodal_config": images}
+        run.start()
 
     def test_a_guard_that_is_asked_for_and_not_there_ends_the_start(self, run):
         run.server.holds_guard = False

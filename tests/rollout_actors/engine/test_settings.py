@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_support import small_settings
+from config_support import trajectory_config
+from engine_support import noise_image, small_settings
+from tiny_qwen import make_stock_model
 
+from launch.checks.data import ImageNeeds
+from launch.processes.engine_settings import settings_of_run
+from launch.processes.placement import Resources, plan_placement
+from learner.model.loading import load_tokens
+from learner.segments import PromptEncoder, decode_image
 from rollout_actors.engine.settings import (
     EngineSettings,
     engine_arguments,
@@ -21,6 +28,8 @@ from rollout_actors.engine.settings import (
 )
 from rollout_actors.warm import warm_python
 from shared.config.checks.engines import MAX_VLLM_BEAMS
+from shared.prompts import Prompts
+from shared.records import Sample
 from shared.rollouts import MAX_TEMPERATURE
 from shared.weight_sync.offer import LORA_RANKS
 from shared.weight_sync.transports import Device
@@ -143,6 +152,36 @@ def test_an_engine_is_told_where_a_processor_cuts_tiles(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     expected = {"crop_to_patches": True} if cuts else None
     assert engine_arguments(small_settings(tmp_path)).get("mm_processor_kwargs") == expected
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("family", "most", "grid"), [("qwen3_vl", 9216, [1, 8, 14]), ("internvl", 5000, [3, 2, 2])]
+)
+def test_a_limit_of_pixels_gives_engine_and_learner_the_same_prompt(
+    tmp_path: Path, family: str, most: int, grid: list[int]
+) -> None:
+    """By vLLM's processor with an engine's arguments."""
+    from vllm import AsyncEngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    folder = make_stock_model(tmp_path / family, family)
+    config = trajectory_config(folder, tmp_path, data__max_pixels=most)
+    processor = load_tokens(config).processor
+    sample = Sample("one", (noise_image(0, 230, 150),), 230, 150, ())
+    encoder = PromptEncoder(processor, Prompts())
+    expected = encoder.encode(sample)
+    assert expected.image_grid_I3.tolist() == [grid]
+    assert encoder.num_tokens(sample) == len(expected.token_ids)
+    settings = settings_of_run(config, plan_placement(config, [Resources(8, 0)]), ImageNeeds())
+    arguments = engine_arguments(settings)["mm_processor_kwargs"]
+    engine = MULTIMODAL_REGISTRY.create_processor(
+        AsyncEngineArgs(model=str(folder), mm_processor_kwargs=arguments).create_model_config()
+    )
+    image = {"image": [decode_image(sample.images[0])]}
+    token_ids = processor.tokenizer(encoder.text(sample), add_special_tokens=False).input_ids
+    prompt = engine(token_ids, engine.info.parse_mm_data(image))
+    assert tuple(prompt["prompt_token_ids"]) == expected.token_ids
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [("qwen3_vl", True), ("qwen3_5", False)])

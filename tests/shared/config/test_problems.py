@@ -25,7 +25,7 @@ def test_a_problem_quotes_what_a_key_means_its_default_and_the_keys_of_a_section
     assert "(Seconds for learning one round" in line
     assert line.endswith("; without the key it is 600.0)")
     assert "`seed: 17` (Seed of the run" in problems({"training.seed": ...})[0]
-    assert "(seed, max_steps, " in problems({"training": []})[0]
+    assert "(seed, num_epochs, max_steps, " in problems({"training": []})[0]
     assert " pipeline, rollout_backend, " in problems({f"{MATCHING}.abc": 1})[0]
 
 
