@@ -18,11 +18,14 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
+from typing import Any
 
 from benchmarks.recovery import LIMIT_S, compare, wait_for_steps
 
@@ -31,16 +34,14 @@ RAY = Path(sys.executable).with_name("ray")
 PORTS = {
     "node-manager-port": 6380,
     "object-manager-port": 6381,
-    "runtime-env-agent-port": 6382,
-    "dashboard-agent-grpc-port": 6383,
-    "metrics-export-port": 6384,
+    "metrics-export-port": 6382,
     "min-worker-port": 10002,
     "max-worker-port": 10999,
 }
 """Options of `ray start` on every node."""
 SENDING = "40000-40999"
 """Range in which the system chooses all other ports, among them those of weight syncs."""
-OPEN = ("6379", *(str(port) for port in PORTS.values() if port < 10000), "10002-10999", SENDING)
+OPEN = ("6379", "6380", "6381", "6382", "10002-10999", SENDING)
 STEPS = 12
 JOB = (
     *("+experiment=stage2_3v1", "objective=boxes", "model=demo", "data=demo", "data.val=null"),
@@ -57,7 +58,7 @@ SPREAD = (
 """The two actors have room only on the second host, which has 4 CPUs in Ray, the head 1."""
 
 
-class Failed(Exception):
+class FailedError(Exception):
     """A check that a scenario did not pass."""
 
 
@@ -71,10 +72,20 @@ class Host:
     environ: dict[str, str]
 
     def inside(self, *command: str) -> list[str]:
-        return ["nsenter", "-t", str(self.init), "-n", "-m", "-p", "-u", "--", *command]
+        return [
+            "nsenter",
+            "-t",
+            str(self.init),
+            "-n",
+            "-m",
+            "-p",
+            "-u",
+            f"--wd={Path.cwd()}",
+            *command,
+        ]
 
     def call(self, *command: str, limit_s: float = 120.0) -> str:
-        """Run a command on this host, and return what it printed. Raises Failed."""
+        """Run a command on this host, and return what it printed. Raises FailedError."""
         done = subprocess.run(
             self.inside(*command),
             env=self.environ,
@@ -84,7 +95,7 @@ class Host:
             check=False,
         )
         if done.returncode:
-            raise Failed(f"{' '.join(command)} on {self.address}: {done.stdout}{done.stderr}")
+            raise FailedError(f"{' '.join(command)} on {self.address}: {done.stdout}{done.stderr}")
         return done.stdout
 
     def start_ray(self, *options: str, **variables: str) -> None:
@@ -93,13 +104,11 @@ class Host:
         self.call("env", *names, str(RAY), "start", *options, *ports)
 
     def start_job(self, folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-        folder.mkdir(parents=True, exist_ok=True)
         words = [*JOB, f"telemetry.run_dir={folder}", *overrides]
         return subprocess.Popen(
             self.inside(sys.executable, "-m", "launch.train", *words),
             env=self.environ,
-            stdout=(folder.parent / f"{folder.name}.log").open("a"),
-            stderr=subprocess.STDOUT,
+            **_log(folder),
         )
 
     def firewall(self, *ports: str) -> None:
@@ -155,17 +164,21 @@ def network() -> Iterator[Callable[[str], Host]]:
             )
             spaces = ("--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc")
             process = subprocess.Popen(
-                ["unshare", *spaces, "--kill-child", "bash", "-c", boot], pass_fds=[shows]
+                ["unshare", *spaces, "--kill-child", "bash", "-c", boot],
+                pass_fds=[shows],
+                stderr=DEVNULL,
             )
             ends.callback(process.wait)
             ends.callback(process.kill)
             os.close(shows)
             if os.read(ready, 2) == b"":
-                raise Failed("this machine does not permit namespaces (run as root)")
+                raise FailedError("this machine does not permit namespaces (run as root)")
             os.close(ready)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
             host = Host(address, int(children.read_text()), environ)
             outside = f"{bridge}-{last}"
+            # It stays for a moment after the end of its host's processes.
+            ends.callback(subprocess.run, ["ip", "link", "delete", outside], stderr=DEVNULL)
             inside = ("peer", "name", "eth0", "netns", str(host.init))
             _run("ip", "link", "add", outside, "type", "veth", *inside)
             _run("ip", "link", "set", outside, "master", bridge, "up")
@@ -183,6 +196,22 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
+def _log(folder: Path) -> dict[str, Any]:
+    """Return the arguments of Popen that append a run's output to a file next to its folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return {"stdout": folder.with_suffix(".log").open("a"), "stderr": subprocess.STDOUT}
+
+
+def _wait_for(text: str, folder: Path, process: subprocess.Popen[bytes]) -> float:
+    """Wait until the run has printed the text; return the seconds."""
+    started_s = time.monotonic()
+    while text not in folder.with_suffix(".log").read_text():
+        if process.poll() is not None or time.monotonic() - started_s > LIMIT_S:
+            raise FailedError(f"{folder}.log has no {text!r}")
+        time.sleep(0.1)
+    return time.monotonic() - started_s
+
+
 def cluster(add: Callable[[str], Host], **variables: str) -> tuple[Host, Host]:
     """Start Ray on two hosts; `variables`: environment of Ray on the second."""
     head, worker = add(HEAD), add(WORKER)
@@ -196,18 +225,26 @@ def join(worker: Host, **variables: str) -> None:
 
 
 def wait(process: subprocess.Popen[bytes], expected: int) -> float:
-    """Wait for the end of a run; return the seconds. Raises Failed for another exit status."""
+    """Wait for the end of a run; return the seconds. Raises FailedError for another exit status."""
     started_s = time.monotonic()
     status = process.wait(timeout=LIMIT_S)
     if status != expected:
-        raise Failed(f"exit status {status}, not {expected}")
+        raise FailedError(f"exit status {status}, not {expected}")
     return time.monotonic() - started_s
+
+
+def require_error(folder: Path, text: str) -> None:
+    """Print the last lines of the run's error. Raises FailedError if it does not have the text."""
+    error = (folder / "error.txt").read_text()
+    print(error.partition("The above exception")[2] or error)
+    if text not in error:
+        raise FailedError(f"{folder}/error.txt has no {text!r}")
 
 
 def require_equal(one: Path, two: Path) -> None:
     lines, differs = compare(one, two)
     if differs:
-        raise Failed("\n".join(lines))
+        raise FailedError("\n".join(lines))
 
 
 def on_one(folder: Path, _: Path) -> None:
@@ -236,8 +273,8 @@ def on_two(folder: Path, reference: Path) -> None:
         wait(process, 0)
         for host in (head, worker):
             print(f"connected {host.address}: {host.connections()}")
-        received = worker.call("cat", "/sys/class/net/eth0/statistics/rx_bytes")
-        print(f"received  {WORKER}: {int(received) / 1e6:.0f} MB")
+        (card,) = json.loads(worker.call("ip", "-json", "-statistics", "link", "show", "eth0"))
+        print(f"received  {WORKER}: {card['stats64']['rx']['bytes'] / 1e6:.0f} MB")
         require_equal(reference, folder)
 
 
@@ -250,7 +287,7 @@ def lost(folder: Path, reference: Path) -> None:
         wait_for_steps(folder, 3, process)
         worker.lose()
         print(f"ended     {wait(process, 1):.0f} s after the loss")
-        print((folder / "error.txt").read_text())
+        require_error(folder, "its node was lost")
         join(add(NEW))
         wait(head.start_job(folder, *job), 0)
         require_equal(reference, folder)
@@ -263,8 +300,43 @@ def replaced(folder: Path, reference: Path) -> None:
         process = head.start_job(folder, *SPREAD)
         wait_for_steps(folder, 3, process)
         worker.lose()
+        print(f"noticed   {_wait_for('its node was lost', folder, process):.0f} s after the loss")
         join(add(NEW))
-        print(f"ended     {wait(process, 0):.0f} s after the loss")
+        print(f"came back {_wait_for('is back after', folder, process):.0f} s after the message")
+        wait(process, 0)
+        require_equal(reference, folder)
+
+
+def slurm(folder: Path, reference: Path) -> None:
+    """deploy/slurm_nodes.sbatch starts Ray and the run, with stand-ins for SLURM's commands."""
+    with network() as add, tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        head, worker = add(HEAD), add(WORKER)
+        bin = Path(temporary)
+        asked = bin / "asked"
+        os.mkfifo(asked)
+        programs = {
+            "scontrol": "printf 'host-1\\nhost-2\\n'",
+            # The first host runs the command itself, and passes it on to the other one.
+            "srun": f"""for word; do [[ $word == --nodelist=* ]] && node=${{word#*=}}; done
+                while [[ $1 == --* ]]; do shift; done
+                [[ $node == host-1 ]] && exec "$@"
+                {{ export -p; printf '%q ' "$@"; }} > {asked}; exec sleep infinity""",
+        }
+        for name, program in programs.items():
+            (bin / name).write_text(f"#!/bin/bash\n{program}\n")
+            (bin / name).chmod(0o755)
+        subprocess.Popen(worker.inside("bash", "-c", f". {asked}"), env=worker.environ)
+        head.environ = head.environ | {
+            "PATH": f"{bin}:{os.environ['PATH']}",
+            "HEAD": HEAD,
+            "SLURM_CPUS_PER_TASK": "3",
+            "SLURM_JOB_NODELIST": "host-[1-2]",
+            "SLURM_NNODES": "2",
+        }
+        spread = ("learner.cpus=1", "rollout_matching.vllm.actors.cpus_per_actor=2")
+        words = [*JOB, f"telemetry.run_dir={folder}", *spread]
+        script = head.inside("bash", "deploy/slurm_nodes.sbatch", *words)
+        wait(subprocess.Popen(script, env=head.environ, **_log(folder)), 0)
         require_equal(reference, folder)
 
 
@@ -275,20 +347,21 @@ def closed(folder: Path, _: Path) -> None:
         head.firewall(*(ports for ports in OPEN if ports != SENDING))
         process = head.start_job(folder, *SPREAD)
         print(f"ended     after {wait(process, 1):.0f} s, connections {head.connections()}")
-        print((folder / "error.txt").read_text())
+        require_error(folder, f"check that this machine can connect to {HEAD}:")
 
 
 def interface(folder: Path, reference: Path) -> None:
-    """Ray was started with a name of an interface that the second host does not have."""
+    """GLOO_SOCKET_IFNAME names an interface that the second host does not have: no effect."""
     with network() as add:
         head, _worker = cluster(add, GLOO_SOCKET_IFNAME="ib0")
         process = head.start_job(folder, *SPREAD)
-        print(f"ended     with {process.wait(timeout=LIMIT_S)}")
-        with suppress(FileNotFoundError):
-            print((folder / "error.txt").read_text())
+        wait(process, 0)
+        require_equal(reference, folder)
 
 
-SCENARIOS = {each.__name__: each for each in (on_one, on_two, lost, replaced, closed, interface)}
+SCENARIOS = {
+    each.__name__: each for each in (on_one, on_two, lost, replaced, slurm, closed, interface)
+}
 
 
 def main() -> None:
@@ -301,10 +374,11 @@ def main() -> None:
     for name in options.only:
         print(f"\n{name}: {SCENARIOS[name].__doc__}", flush=True)
         shutil.rmtree(out / name, ignore_errors=True)
+        (out / f"{name}.log").unlink(missing_ok=True)
         started_s = time.monotonic()
         try:
             SCENARIOS[name](out / name, out / "on_one")
-        except Failed as error:
+        except FailedError as error:
             print(f"FAILED    {error}")
             failed = True
         print(f"took      {time.monotonic() - started_s:.0f} s", flush=True)
