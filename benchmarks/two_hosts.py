@@ -35,14 +35,12 @@ PORTS = {
     "node-manager-port": 6380,
     "object-manager-port": 6381,
     "metrics-export-port": 6382,
-    "min-worker-port": 10002,
-    "max-worker-port": 10999,
 }
-"""Options of `ray start` on every node."""
+"""Options of `ray start` on every node. Ray's own choices are in `SENDING`, as in `slurm`."""
 SENDING = "40000-40999"
 """Range in which the system chooses all other ports, among them those of weight syncs."""
-OPEN = ("6379", "6380", "6381", "6382", "10002-10999", SENDING)
-STEPS = 12
+OPEN = ("6379", "6380", "6381", "6382", "10002-19999", SENDING)
+STEPS = 24
 JOB = (
     *("+experiment=stage2_3v1", "objective=boxes", "model=demo", "data=demo", "data.val=null"),
     *("custom.object_field_order=desc_first", "training.effective_batch_size=8"),
@@ -241,6 +239,13 @@ def require_error(folder: Path, text: str) -> None:
         raise FailedError(f"{folder}/error.txt has no {text!r}")
 
 
+def metrics(host: Host) -> list[str]:
+    """Return the names of the run's metrics at the host's endpoint."""
+    url = f"http://{host.address}:{PORTS['metrics-export-port']}/metrics"
+    page = host.call("curl", "--silent", "--fail", url)
+    return sorted(set(re.findall(r"^(ray_rollmatch_\w+)\{", page, re.M)))
+
+
 def require_equal(one: Path, two: Path) -> None:
     lines, differs = compare(one, two)
     if differs:
@@ -264,15 +269,22 @@ def on_two(folder: Path, reference: Path) -> None:
             lines = host.call("ps", "-eo", "args").splitlines()
             names = sorted({line.split()[0] for line in lines if line.startswith("ray::")})
             print(f"processes {host.address}: {', '.join(names)}")
-        wait_for_steps(folder, 8, process)
+            if ("ray::LearnerActor" in names) != (host is head):
+                raise FailedError("the learner is not on the first host, or on both")
+        deadline = time.monotonic() + 60.0
+        # Ray publishes them every few seconds.
+        while "ray_rollmatch_loss" not in metrics(head) and time.monotonic() < deadline:
+            time.sleep(0.5)
         for host in (head, worker):
-            url = f"http://{host.address}:{PORTS['metrics-export-port']}/metrics"
-            page = head.call("curl", "--silent", "--fail", url)
-            names = sorted(set(re.findall(r"^(ray_rollmatch_\w+)\{", page, re.M)))
-            print(f"metrics   {host.address}: {len(page.splitlines())} lines, {', '.join(names)}")
+            print(f"metrics   {host.address}: {', '.join(metrics(host))}")
+            if ("ray_rollmatch_loss" in metrics(host)) != (host is head):
+                raise FailedError("the run's metrics are not on the driver's host, or on both")
         wait(process, 0)
         for host in (head, worker):
-            print(f"connected {host.address}: {host.connections()}")
+            connections = host.connections()
+            print(f"connected {host.address}: {connections}")
+            if connections["other"]:
+                raise FailedError("connections to closed ports were tried")
         (card,) = json.loads(worker.call("ip", "-json", "-statistics", "link", "show", "eth0"))
         print(f"received  {WORKER}: {card['stats64']['rx']['bytes'] / 1e6:.0f} MB")
         require_equal(reference, folder)
@@ -325,7 +337,12 @@ def slurm(folder: Path, reference: Path) -> None:
         for name, program in programs.items():
             (bin / name).write_text(f"#!/bin/bash\n{program}\n")
             (bin / name).chmod(0o755)
-        subprocess.Popen(worker.inside("bash", "-c", f". {asked}"), env=worker.environ)
+        subprocess.Popen(
+            worker.inside("bash", "-c", f". {asked}"),
+            env=worker.environ,
+            stdout=DEVNULL,
+            stderr=DEVNULL,
+        )
         head.environ = head.environ | {
             "PATH": f"{bin}:{os.environ['PATH']}",
             "HEAD": HEAD,
