@@ -38,7 +38,7 @@ PORTS = {
 }
 """Options of `ray start` on every node. Ray's own choices are in `SENDING`, as in `slurm`."""
 SENDING = "40000-40999"
-"""Range in which the system chooses all other ports, among them those of weight syncs."""
+"""Range from which the system chooses all other ports, also those of weight syncs."""
 OPEN = ("6379", "6380", "6381", "6382", "10002-19999", SENDING)
 STEPS = 24
 JOB = (
@@ -306,7 +306,7 @@ def lost(folder: Path, reference: Path) -> None:
 
 
 def replaced(folder: Path, reference: Path) -> None:
-    """The second host is lost, and another one joins: the run goes on by itself."""
+    """The second host is lost, and another one joins: the run continues by itself."""
     with network() as add:
         head, worker = cluster(add)
         process = head.start_job(folder, *SPREAD)
