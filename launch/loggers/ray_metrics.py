@@ -1,6 +1,6 @@
 """Metrics of the last step, exported by Ray (`telemetry.ray_metrics`).
 
-They appear at every node's metrics endpoint (`MetricsExportPort` of `ray.nodes()`) as
+They appear at the metrics endpoint of the driver's node (`MetricsExportPort` of `ray.nodes()`) as
 `ray_rollmatch_...`, with the run's name as a tag.
 """
 

@@ -32,6 +32,8 @@ RefT = TypeVar("RefT")
 PEER_ERROR_GRACE_S = 4.0
 # Text in errors of gloo and NCCL when a peer has left. vLLM passes on only the text of an error.
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
+# Text in Ray's error of an actor whose node was lost. The error has no field for it.
+LOST_NODE = "node has died"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,13 @@ class RayCall:
         if isinstance(cause, RayActorError | EngineEndedError):
             reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
             gone = self.gone or self.error
-            return gone(ended("its", reason), actor=name, phase=self.phase)
+            message = ended("its", reason)
+            if LOST_NODE in str(reason):
+                message = (
+                    f"its node was lost ({reason}); check that the machine and its network work,"
+                    " and run `ray start` on it again, or on another machine"
+                )
+            return gone(message, actor=name, phase=self.phase)
         if isinstance(cause, ObjectLostError):
             lost = "a finished answer" if cause is error else "an argument of the call"
             message = f"{lost} was lost ({cause}); check {self.check}"

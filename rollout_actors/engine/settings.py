@@ -238,6 +238,9 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         # at a lower level every sync logs that layers without weights "failed to load" them
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_CLOSE_S),
+        # vLLM's own groups stay within the machine. The name that `ray start` got for other groups
+        # may be of an interface that this node does not have.
+        "GLOO_SOCKET_IFNAME": "lo",
     }
     if settings.enforce_eager:
         # Otherwise vLLM compiles its rank counting at the first request even in eager mode. On CPU

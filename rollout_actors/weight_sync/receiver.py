@@ -343,8 +343,21 @@ class WeightReceiver:
 
     async def _rendezvous(self, offer: WeightOffer) -> None:
         # An adapter is part of the offer, so the engine joins no group.
-        if self._group is not None and isinstance(offer.terms, FullOffer):
+        if self._group is None or not isinstance(offer.terms, FullOffer):
+            return
+        try:
             await self._group.join(offer.terms)
+        except RolloutError:
+            raise
+        except self._passed_on:
+            raise
+        except Exception as error:
+            group = offer.terms.group
+            raise self._error(
+                f"{error}; check that this machine can connect to {group.host}:{group.port}, the"
+                " learner's address in Ray and a port chosen by its system (is there a firewall?)",
+                SyncPhase.RENDEZVOUS,
+            ) from error
 
     async def _wire(self, offer: WeightOffer) -> None:
         terms = offer.terms

@@ -21,6 +21,7 @@ from shared.config import RunConfig, load_config
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SBATCH = ROOT / "deploy" / "slurm.sbatch"
+SBATCH_NODES = ROOT / "deploy" / "slurm_nodes.sbatch"
 RAYJOB = ROOT / "deploy" / "rayjob.yaml"
 SKYPILOT = ROOT / "deploy" / "skypilot.yaml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -62,7 +63,7 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
 
 
-@pytest.mark.parametrize("path", [ROOT / "Dockerfile", SBATCH, RAYJOB, SKYPILOT])
+@pytest.mark.parametrize("path", [ROOT / "Dockerfile", SBATCH, SBATCH_NODES, RAYJOB, SKYPILOT])
 def test_what_was_not_run_says_so_and_names_no_host(path):
     text = path.read_text()
     assert "# NOT RUN" in text
@@ -199,3 +200,20 @@ def test_the_batch_job_runs_the_command_and_passes_slurm_s_signal_on(tmp_path):
     srun = ["srun --ntasks=1", "srun --cpus-per-task=32"]
     assert told.splitlines() == [*srun, "train", *words, "resume=auto", "saved"]
     assert job.returncode == 130
+
+
+@pytest.mark.slow
+def test_the_batch_job_of_several_nodes_is_sound_and_refuses_an_address_that_they_cannot_reach(
+    tmp_path,
+):
+    """`python -m benchmarks.two_hosts --only on_one slurm` runs the rest of it."""
+    assert subprocess.run(["bash", "-n", SBATCH_NODES], check=False).returncode == 0
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "SLURM_CPUS_PER_TASK": "1",
+        "HEAD": "127.0.1.1",
+    }
+    job = subprocess.run(
+        ["bash", SBATCH_NODES], env=environ, cwd=tmp_path, capture_output=True, check=False
+    )
+    assert job.returncode == 1 and b"HEAD=ADDRESS" in job.stdout

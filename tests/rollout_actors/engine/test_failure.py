@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 from fake_server import make_settings
-from ray.exceptions import RayTaskError
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from rollout_actors.engine import failure as engine_failure
 from rollout_actors.engine.actor import EngineActor
@@ -230,3 +231,12 @@ def test_the_run_is_told_why_the_engine_has_ended_and_its_whole_story(kind):
     error = RayCall("generate", None, "", kind).translate_error("rollout-actor-1", raised)
     assert isinstance(error, kind)
     assert re.search(r"ended \(EngineCore: ValueError: no room\); .*log .*memory", error.message)
+
+
+def test_an_actor_that_is_lost_with_its_node_is_reported_with_the_node():
+    text = "The actor died because its node has died. Node Id: 5d37"
+    died = ActorDiedError(ActorDiedErrorContext(actor_id=b"a" * 16, error_message=text))
+    error = RayCall("generate", None, "", RolloutError).translate_error("rollout-actor-1", died)
+    assert "its node was lost" in error.message and "`ray start`" in error.message
+    alone = RayCall("generate", None, "", RolloutError).translate_error("actor", ActorDiedError())
+    assert "its node was lost" not in alone.message

@@ -93,7 +93,11 @@ def test_beside_engines_that_cannot_be_forked_an_actor_gets_its_own_variables_al
     assert engine_runtime_env(settings, **variables) == {"env_vars": of_engine}
 
 
-ON_EVERY_DEVICE = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_PLUGINS": "rollmatch"}
+ON_EVERY_DEVICE = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_PLUGINS": "rollmatch",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 ON_ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -13,6 +13,7 @@ from fake_server import make_offer
 from idle_llm import IdleLLM
 
 from rollout_actors.weight_sync.receiver import (
+    InitRequest,
     LoadReport,
     TransferGroup,
     UpdateRequest,
@@ -23,6 +24,7 @@ from shared.errors import Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Differences, Scores
 from shared.weight_sync.checksum import ChecksummedWeights
+from shared.weight_sync.offer import FullOffer
 from shared.weight_sync.phases import ENGINE_MARGIN_S, SyncPhase
 from shared.weight_sync.transports import TransportKind
 
@@ -119,6 +121,21 @@ def test_a_failed_sync_leaves_the_door_shut_until_one_is_completed_and_the_next_
     assert [info["rank_offset"] for info in engine.llm.joined] == [3, 3], (
         "once at the start, and once more after the failure"
     )
+
+
+def test_an_engine_that_cannot_join_says_which_address_it_has_to_reach() -> None:
+    engine = Engine()
+
+    async def refuses(request: InitRequest) -> None:
+        raise RuntimeError("told to fail")
+
+    engine.llm.init_weight_transfer_engine = refuses  # type: ignore[method-assign]
+    offer = an_offer(1)
+    assert isinstance(offer.terms, FullOffer)
+    address = f"{offer.terms.group.host}:{offer.terms.group.port}"
+    with pytest.raises(WeightSyncError, match=f"rendezvous on actor-0: told to fail; .*{address}"):
+        engine.sync(offer)
+    assert engine.served == (0, under_way(1))
 
 
 def test_a_sender_that_has_opened_its_group_anew_is_joined_anew_without_any_failure() -> None:
