@@ -146,7 +146,10 @@ def main() -> None:
     if options.write_start is None:
         run(Task(RESULTS / "evidence", make_start), options)
     else:
-        write_start(make_start(options.out), options.write_start)
+        if options.out.exists():
+            parser.error(f"--out: {options.out} exists; choose a new folder for the runs")
+        start = make_start(options.out, options.write_start)
+        write_start(start, options.write_start)
 
 
 def add_options(parser: argparse.ArgumentParser, out: Path, arms: Sequence[str]) -> None:
@@ -171,7 +174,7 @@ def run(task: Task, options: argparse.Namespace) -> None:
         print(line)
 
 
-def make_start(out: Path) -> Path:
+def make_start(out: Path, results: Path = RESULTS / "evidence") -> Path:
     """Train the demo's initial checkpoint until its held-out curve is flat.
 
     Return the best checkpoint.
@@ -195,7 +198,7 @@ def make_start(out: Path) -> Path:
         f"model.path={few / 'checkpoint'}",
     )
     overrides = [*common, f"model.path={before / 'checkpoint'}"]
-    return train_until_flat(out, RESULTS / "evidence", *overrides)
+    return train_until_flat(out, results, *overrides)
 
 
 def write_start(checkpoint: Path, folder: Path) -> None:

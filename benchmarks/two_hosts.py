@@ -1,6 +1,6 @@
 """Run one job on two hosts, and compare it with a run on one: needs root, `ip` and `nft`.
 
-    python -m benchmarks.two_hosts [--only NAME ...] [section.key=value ...]
+    python -m benchmarks.two_hosts [--only NAME ...]
 
 A host is a set of Linux namespaces (network, processes, mounts, name) on this machine, with its own
 address, /tmp, /dev/shm and firewall; files are shared. The learner and Ray's head are on the first
@@ -29,6 +29,7 @@ from typing import Any
 
 from benchmarks.recovery import LIMIT_S, compare, wait_for_steps
 
+ROOT = Path(__file__).resolve().parents[1]
 HEAD, WORKER, NEW = "10.77.0.1", "10.77.0.2", "10.77.0.3"
 RAY = Path(sys.executable).with_name("ray")
 PORTS = {
@@ -157,7 +158,9 @@ def network() -> Iterator[Callable[[str], Host]]:
             # The name has no address, as on a machine that no name server knows.
             ready, shows = os.pipe()
             boot = (
-                f"hostname host-{last}; mount -t tmpfs none /tmp; mount -t tmpfs none /dev/shm;"
+                f"hostname host-{last}; mount --bind {ROOT} /mnt; mount -t tmpfs none /tmp;"
+                # The repository may be below /tmp.
+                f" mkdir -p {ROOT}; mount --move /mnt {ROOT}; mount -t tmpfs none /dev/shm;"
                 f" echo up >&{shows}; exec {shows}>&-; exec sleep infinity"
             )
             spaces = ("--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc")
@@ -260,7 +263,7 @@ def on_one(folder: Path, _: Path) -> None:
 
 
 def on_two(folder: Path, reference: Path) -> None:
-    """The same run on two hosts. Where is what, which ports are used, and what is measured?"""
+    """The same run on two hosts: places of the processes, metrics, and the ports that are used."""
     with network() as add:
         head, worker = cluster(add)
         process = head.start_job(folder, *SPREAD)
@@ -345,7 +348,7 @@ def slurm(folder: Path, reference: Path) -> None:
         )
         head.environ = head.environ | {
             "PATH": f"{bin}:{os.environ['PATH']}",
-            "HEAD": HEAD,
+            "HEAD_INTERFACE": "eth0",
             "SLURM_CPUS_PER_TASK": "3",
             "SLURM_JOB_NODELIST": "host-[1-2]",
             "SLURM_NNODES": "2",
@@ -364,7 +367,7 @@ def closed(folder: Path, _: Path) -> None:
         head.firewall(*(ports for ports in OPEN if ports != SENDING))
         process = head.start_job(folder, *SPREAD)
         print(f"ended     after {wait(process, 1):.0f} s, connections {head.connections()}")
-        require_error(folder, f"check that this machine can connect to {HEAD}:")
+        require_error(folder, f"this machine can connect to {HEAD}:")
 
 
 def interface(folder: Path, reference: Path) -> None:
@@ -387,6 +390,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/two_hosts"))
     options = parser.parse_args()
     out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if options.only[0] != "on_one" and not (out / "on_one").exists():
+        sys.exit(
+            f"--only: begin with on_one, which {out} does not have and others are compared with"
+        )
     failed = False
     for name in options.only:
         print(f"\n{name}: {SCENARIOS[name].__doc__}", flush=True)
@@ -395,7 +403,7 @@ def main() -> None:
         started_s = time.monotonic()
         try:
             SCENARIOS[name](out / name, out / "on_one")
-        except FailedError as error:
+        except (FailedError, SystemExit, subprocess.TimeoutExpired) as error:
             print(f"FAILED    {error}")
             failed = True
         print(f"took      {time.monotonic() - started_s:.0f} s", flush=True)

@@ -20,7 +20,14 @@ from typing import TypeVar
 import hydra
 from omegaconf import DictConfig
 
-from launch.checks.data import DataFacts, ImageNeeds, check_data, load_data, with_num_steps
+from launch.checks.data import (
+    DataFacts,
+    ImageNeeds,
+    check_data,
+    load_data,
+    of_length,
+    with_num_steps,
+)
 from launch.checks.host import path_problems, version_problems, vllm_import
 from launch.checks.hub import fetched_model
 from launch.checks.learner_memory import host_estimate, learner_estimate
@@ -115,15 +122,20 @@ def main(composed: DictConfig) -> None:
         config = config.model_copy(update={"model": untrained_model(config.model, show)})
         make_missing_demo_files(config, show)
         config = config.model_copy(update={"model": fetched_model(config.model, show)})
-        config = with_num_steps(config, show)
-        config, point = resumed(with_absolute_paths(config))
-        if point is not None:
-            for line in point.describe(config):
-                console.print(line, markup=False, highlight=False)
-            require_readable(config.telemetry.run_dir)
+        length = PreflightReport()
+        counted = length.attempt(lambda: with_num_steps(config, show))
+        config = with_absolute_paths(counted or of_length(config, 1))
+        if counted is not None:
+            config, point = resumed(config)
+            if point is not None:
+                for line in point.describe(config):
+                    console.print(line, markup=False, highlight=False)
+                require_readable(config.telemetry.run_dir)
         with vllm_import(config.rollout_matching, config.timeouts.start_s) as import_problems:
             findings = preflight(config)
             findings.collect(import_problems())
+        # The checks of the data find most of these again.
+        findings.problems = list(dict.fromkeys([*length.problems, *findings.problems]))
     for line in findings.lines:
         console.print(line, markup=False, highlight=False)
     if not findings.problems:

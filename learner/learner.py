@@ -442,7 +442,7 @@ class Learner:
                     )
                     result = self._trainer.train(row, channel)
                     if again:
-                        metrics.add_losses(result)
+                        metrics.add_losses(row, result)
                     else:
                         so_far = metrics.compared
                         metrics.compared = self._trainer.compare(row, result, channel, so_far)

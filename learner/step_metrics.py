@@ -218,7 +218,7 @@ class StepMetrics:
 
     def add_row(self, row: PackedRow, result: RowResult) -> None:
         """Count a packed row that was trained, and add its losses, which are sums over segments."""
-        self.add_losses(result)
+        self.add_losses(row, result)
         is_underfilled = row.num_tokens < self._min_fill_ratio * self._capacity
         ages = [self._plan.step - segment.step for segment in row.segments]
         self.num_segments += len(row.segments)
@@ -234,12 +234,13 @@ class StepMetrics:
         self.totals.add_mean("packing/learned_age", sum(ages), len(ages))
         self.totals.add_max("packing/learned_age_max", max(ages))
 
-    def add_losses(self, result: RowResult) -> None:
+    def add_losses(self, row: PackedRow, result: RowResult) -> None:
         """Add the losses and diagnostics of a trained row.
 
         With `training.updates_per_batch` > 1 a row is trained several times, and its losses are
         added each time.
         """
+        self.totals.add("packing/num_learned_tokens", row.num_tokens)
         for name, value in {"loss/total": result.loss, **result.terms}.items():
             # Not 0 + value: the sum starts with the first row's exact value (sign of zero).
             self._losses[name] = self._losses[name] + value if name in self._losses else value

@@ -60,7 +60,8 @@ _TABLE = """
 # divides by.
 loss/total | sum | Loss of the step, which the update minimises: the weighted sum of the modules.
     Like all losses and `policy/...`, a mean over the step's updates (`training.updates_per_batch`).
-loss/token_ce | sum | Cross-entropy of supervised text tokens, in nats, without the module's weight.
+loss/token_ce | sum | Cross-entropy of supervised text tokens (with `label_smoothing`, of the
+    smoothed targets), in nats, without the module's weight.
 loss/coord_reg.coord_ce | sum | Cross-entropy within the coord vocabulary, in nats.
 loss/coord_reg.soft_ce | sum | Cross-entropy with the soft target, in nats.
 loss/coord_reg.w1 | sum | Wasserstein-1 distance to the soft target, as a fraction of the axis.
@@ -190,6 +191,7 @@ augment/num_dropped_objects | sum | Objects removed because a crop left too litt
 packing/num_segments | sum | Segments learned.
 packing/num_rows | sum | Rows (forward passes) of the step's first update.
 packing/num_tokens | sum | Tokens in those rows.
+packing/num_learned_tokens | sum | The same, counted once for each update.
 packing/capacity | sum | Tokens that fit into those rows: `global_max_length` each.
 packing/fill_ratio | packing/num_tokens / packing/capacity | Fill ratio of the rows.
 packing/num_underfilled_rows | sum | Rows below `training.packing_min_fill_ratio`.
@@ -242,8 +244,8 @@ time/step_s | step | Seconds of the step, including the sync.
 time/generate_s | max | Seconds with at least one engine generating, summed over rounds.
 time/generate_tokens_per_s | rollout/num_tokens / time/generate_s | Sampled tokens per second.
 time/learn_s | max | Seconds of the learner's own work.
-time/learn_tokens_per_s | packing/num_tokens / time/learn_s | Learned tokens, with prompts, per
-    second.
+time/learn_tokens_per_s | packing/num_learned_tokens / time/learn_s | Learned tokens, with prompts,
+    per second.
 time/reduce_s | max | Seconds that a learner rank waited for other ranks at the end of the step and
     summed gradients; absent with one rank.
 time/sync_s | step | Seconds of the sync.

@@ -188,15 +188,15 @@ def with_num_steps(config: RunConfig, show: Callable[[str], None]) -> RunConfig:
         num_rows = len(_usable_rows(config))
     wanted = epochs * num_rows * config.group_size
     # Every step draws a row or more, so this is at least the number of steps.
-    schedule = RunSchedule(_of_length(config, wanted))
+    schedule = RunSchedule(of_length(config, wanted))
     drawn = accumulate(schedule.num_drawn[config.channel(step)] for step in range(wanted))
     steps = next(number for number, total in enumerate(drawn, start=1) if total >= wanted)
     noun = "step" if steps == 1 else "steps"
     show(f"epochs    {epochs} x {num_rows:,} training rows are {steps:,} {noun}")
-    return _of_length(config, steps)
+    return of_length(config, steps)
 
 
-def _of_length(config: RunConfig, num_steps: int) -> RunConfig:
+def of_length(config: RunConfig, num_steps: int) -> RunConfig:
     length = {"max_steps": num_steps, "num_epochs": None}
     return config.model_copy(update={"training": config.training.model_copy(update=length)})
 
@@ -216,7 +216,7 @@ def _usable_rows(config: RunConfig) -> Dataset:
     tokens = load_tokens(config)
     encoder = PromptEncoder(tokens.processor, config.prompts)
     # The number of usable rows does not depend on the number of steps.
-    one_step = _of_length(config, 1)
+    one_step = of_length(config, 1)
     return require_train_lengths(one_step, dataset, encoder, tokens.codec).samples
 
 

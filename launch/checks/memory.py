@@ -20,7 +20,7 @@ from learner.host_memory import container_limits, in_gib
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 CACHE_BLOCK = 128
-"""Number of tokens per block of vLLM's KV cache on CPU, where blocks are largest."""
+"""Most tokens per block of vLLM's KV cache: of a model with a state, on CPU."""
 CUDA_CONTEXT = 768 << 20
 """GPU bytes of a process before its first tensor (kernels, workspaces): a round number."""
 BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}

@@ -39,11 +39,11 @@ REPEATED: Colour = (165, 35, 200)
 LEGEND = (
     ("matched", FOUND),
     ("matched, other name", OTHER_NAME),
-    ("found before", REPEATED),
+    ("repeated", REPEATED),
     ("no match", UNMATCHED),
 )
 REPEATED_IOU = 0.5
-"""Overlap with a true object from which an unmatched prediction counts as found before."""
+"""Overlap with a matched true object from which an unmatched prediction counts as repeated."""
 
 
 def draw_scene(scene: Scene, pairs: Sequence[Pair], *, only_missed: bool = False) -> Image.Image:
@@ -68,17 +68,18 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair], *, only_missed: bool = False
     pen = _Pen(picture, scale, scene.sample.width, scene.sample.height)
     truths = scene.sample.objects
     matched_names = {pair.prediction: truths[pair.ground_truth].desc for pair in pairs}
+    matched = [truths[pair.ground_truth] for pair in pairs]
     colours = []
     for index, found in enumerate(scene.objects):
         colour = UNMATCHED
         if index in matched_names:
             colour = FOUND if matched_names[index] == found.desc else OTHER_NAME
-        elif pair_objects((found,), truths, iou_threshold=REPEATED_IOU):
+        elif pair_objects((found,), matched, iou_threshold=REPEATED_IOU):
             colour = REPEATED
         colours.append(colour)
     if only_missed:
-        matched = {pair.ground_truth for pair in pairs}
-        truths = tuple(truth for index, truth in enumerate(truths) if index not in matched)
+        taken = {pair.ground_truth for pair in pairs}
+        truths = tuple(truth for index, truth in enumerate(truths) if index not in taken)
     for truth in truths:
         pen.outline(truth, TRUTH, dashed=True)
     for found, colour in zip(scene.objects, colours, strict=True):

@@ -153,11 +153,13 @@ class AdvantageEstimator:
     """Longest answer in tokens: with `normalize: constant` each token weighs 1 / this number."""
     teacher: TeacherSection | None = None
     """The section with the weights of teacher and reward; None without a teacher model."""
+    path: str = ""
+    """Path of `config` in the configuration, for messages."""
 
     @cached_property
     def baseline(self) -> Baseline:
         """The function that `advantage_baseline` names."""
-        return find_baseline(self.config.advantage_baseline, "advantage_baseline")
+        return find_baseline(self.config.advantage_baseline, f"{self.path}.advantage_baseline")
 
     def estimate(
         self, example: TrainingExample, *, start: int, num_of_rollout: int

@@ -105,9 +105,9 @@ class RolloutMatching(Algorithm):
         )
         self.fixed_images = first.images
         self.estimator: AdvantageEstimator | None = None
-        objective = config.rollout_matching.pipeline.policy_gradient
-        if objective is not None:
-            self.estimator = AdvantageEstimator(objective, config.rollout_matching.max_new_tokens)
+        for path, section in config.rollout_matching.pipeline.policy_gradients():
+            most = config.rollout_matching.max_new_tokens
+            self.estimator = AdvantageEstimator(section, most, path=path)
 
     def begin_step(self, plan: StepPlan, metrics: StepMetrics) -> RolloutMatchingStep:
         share, draws = self._draws(plan, self._stream)

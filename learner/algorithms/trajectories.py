@@ -137,10 +137,10 @@ class Trajectories(Algorithm):
         self._digest = f"{examples.train} {examples.held_out} {examples.digest}"
         if examples.mixture:
             self._digest += f" {[list(part) for part in examples.mixture]}"
-        policy_gradient = config.rollout_matching.pipeline.policy_gradient
-        assert policy_gradient is not None, "checked with the configuration"
+        matching = config.rollout_matching
+        path, advantages = next(matching.pipeline.policy_gradients())
         self.estimator = AdvantageEstimator(
-            policy_gradient, config.rollout_matching.max_new_tokens, config.environment.teacher
+            advantages, matching.max_new_tokens, config.environment.teacher, path
         )
         self.images: ImageEncoder | None = None
         if self.environment.max_images_per_prompt:

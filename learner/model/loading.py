@@ -60,7 +60,7 @@ from shared.tokens.hf_codec import (
     control_tokens,
     find_control_token,
 )
-from shared.tokens.pictures import Pictures, pictures_of
+from shared.tokens.pictures import pictures_of, pixel_limits
 
 _LAYERS_WITHOUT_STATE = {"full_attention", "sliding_attention", "chunked_attention"}
 """Values of `layer_types` in a configuration of transformers whose layers keep no state."""
@@ -243,7 +243,10 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     except (ValueError, OSError) as error:
         raise _cannot_load(path, error) from error
     if config.data.max_pixels is not None:
-        _limit_pixels(None if is_text else pictures_of(processor), config.data.max_pixels, path)
+        pictures = None if is_text else pictures_of(processor)
+        low, high = pixel_limits(pictures, config.data.max_pixels, path, "data.max_pixels")
+        assert pictures is not None, "refused by pixel_limits"
+        pictures.limit(low, high)
     _require_ids_as_written(path, tokenizer)
     if of_prompts := list(_prompt_problems(config.data, config.environment, tokenizer)):
         raise ConfigError(of_prompts)
@@ -260,25 +263,6 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
     stops = (codec.eos_token_id, *sorted(ends - {codec.eos_token_id, None}))
     base = BaseFiles.read(path)
     return LoadedTokens(processor, tokenizer, codec, tuple(sorted(banned)), stops, base)
-
-
-def _limit_pixels(pictures: Pictures | None, most: int, path: Path) -> None:
-    """Let the processor reduce images to `data.max_pixels`, which is `most`.
-
-    Raises ConfigError if that is too few pixels, or if the model reads no images (None).
-    """
-    if pictures is None:
-        raise ConfigError(
-            f"data.max_pixels: {most} has no effect, because {path} reads no images; remove the key"
-        )
-    low = pictures.resize.min_pixels
-    least = max(low, pictures.resize.side**2)
-    if most < least:
-        raise ConfigError(
-            f"data.max_pixels: {most} is less than the {least} pixels that the processor of {path}"
-            f" needs for an image; set it to at least {least}"
-        )
-    pictures.limit(low, most)
 
 
 def _prompt_problems(

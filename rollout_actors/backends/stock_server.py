@@ -398,11 +398,12 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
         limit = json.dumps({"image": expected.max_images_per_prompt, "video": 0})
         takes = f"the server takes {num_images} images in a prompt"
         yield f"{takes}, {needed}: {WITH} --limit-mm-per-prompt '{limit}'"
-    if expected.max_pixels is not None:
-        limits = engine_arguments(expected)["mm_processor_kwargs"]
-        if info.processor_arguments != limits:
-            wrong = f"it does not reduce images to data.max_pixels, {expected.max_pixels}"
-            yield f"{wrong}: {WITH} --mm-processor-kwargs '{json.dumps(limits)}'"
+    actual_limits = info.processor_arguments or {}
+    limits = engine_arguments(expected).get("mm_processor_kwargs", {})
+    if actual_limits != limits:
+        wrong = f"its images are processed with {actual_limits}, the run's with {limits}"
+        right = f"{WITH} --mm-processor-kwargs '{json.dumps(limits)}'"
+        yield f"{wrong} (data.max_pixels): {right}"
     for argument, replicas in (
         ("--data-parallel-size", info.data_parallel_size),
         ("--pipeline-parallel-size", info.pipeline_parallel_size),

@@ -178,13 +178,19 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
 
 
 def _pixel_limits(model_path: str, most: int) -> dict[str, object]:
-    """Return the settings with which vLLM's image processor makes at most `most` pixels."""
+    """Return the settings with which vLLM's image processor makes at most `most` pixels.
+
+    Raises ConfigError if these are too few, or if the model reads no images.
+    """
     from transformers import AutoProcessor
 
-    from shared.tokens.pictures import pictures_of
+    from shared.tokens.pictures import pictures_of, pixel_limits
 
-    pictures = pictures_of(AutoProcessor.from_pretrained(model_path))
-    return pictures.limits(pictures.resize.min_pixels, most)
+    processor = AutoProcessor.from_pretrained(model_path)
+    pictures = pictures_of(processor) if hasattr(processor, "image_processor") else None
+    limits = pixel_limits(pictures, most, model_path, "max_pixels")
+    assert pictures is not None, "refused by pixel_limits"
+    return pictures.limits(*limits)
 
 
 def _cpu_arguments(kind: str) -> dict[str, object]:

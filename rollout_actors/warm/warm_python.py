@@ -99,20 +99,37 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     """
     parent = os.getppid()
     folder = Path(os.environ[FOLDER])
+    pid: int | None = None
+    early: list[int] = []
+
+    def forward(received: int, _frame: object) -> None:
+        if pid is None:
+            early.append(received)
+        else:
+            _kill(pid, received)
+
     try:
         connection = connect(folder, os.environ, preloaded)
         # The server answers after all its imports, which takes minutes on a busy machine.
         connection.settimeout(START_S)
         files = _open_files(connection)
+        # Before the fork exists, because it may run before this process learns its id.
+        for number in _FORWARDED:
+            signal.signal(number, forward)
         _ask_for_fork(connection, arguments, files)
         pid = _receive_number(connection)
         connection.settimeout(None)
+        reason = f"the warm server ended instead of forking; see {folder / 'log'}"
     except OSError as error:  # a timeout too
-        _become_plain(arguments, f"no warm server in {folder}: {error or type(error).__name__}")
+        reason = f"no warm server in {folder}: {error or type(error).__name__}"
     if pid is None:
-        _become_plain(arguments, f"the warm server ended instead of forking; see {folder / 'log'}")
-    for number in _FORWARDED:
-        signal.signal(number, lambda received, _frame: _kill(pid, received))
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+        for received in early:
+            os.kill(os.getpid(), received)
+        _become_plain(arguments, reason)
+    for received in early:
+        _kill(pid, received)
     Path("/proc/self/comm").write_text(f"{NAME} {pid}")
     # A pipe's reader waits until the last writer has closed it, so only the fork may have it open.
     for file in files:

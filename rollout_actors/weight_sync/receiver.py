@@ -347,15 +347,15 @@ class WeightReceiver:
             return
         try:
             await self._group.join(offer.terms)
-        except RolloutError:
+        except (RolloutError, TimeoutError):
             raise
         except self._passed_on:
             raise
         except Exception as error:
             group = offer.terms.group
             raise self._error(
-                f"{error}; check that this machine can connect to {group.host}:{group.port}, the"
-                " learner's address in Ray and a port chosen by its system (is there a firewall?)",
+                f"{error}; if this is a failed connection, check that this machine can connect to"
+                f" {group.host}:{group.port}, where the learner waits (is there a firewall?)",
                 SyncPhase.RENDEZVOUS,
             ) from error
 

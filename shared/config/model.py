@@ -226,9 +226,10 @@ class DataSection(Section):
     image; rex_omni: Rex-Omni's phrases with boxes of its tokens `<0>` to `<999>`. The data files
     are the same for all."""
     max_pixels: PositiveInt | None = None
-    """Reduce images with more pixels (width times height) to this number, in learner and engines,
-    and images of environments too; null: the limit of the checkpoint's processor. InternVL uses
-    whole tiles. Rollout servers are started with the same limit."""
+    """Largest number of pixels (width times height) of an image for the model. Larger images are
+    reduced, in learner and engines and also those of environments. null: the limit of the
+    checkpoint's processor. InternVL uses whole tiles, and adds a reduced image of the whole.
+    Rollout servers are started with the same limit."""
     shuffle: bool = True
     """Shuffle the samples of every epoch, by `training.seed`; false: use the order of the file."""
     augment: AugmentSection | None = None

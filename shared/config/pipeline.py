@@ -186,6 +186,11 @@ class PipelineEntry(Section):
         """Return whether the entry's loss can differ from 0 with these weights."""
         return self.weight > 0
 
+    @property
+    def advantage_section(self) -> tuple[str, AdvantageConfig] | None:
+        """How advantages are computed, with the key of this section; None: no policy gradient."""
+        return None
+
 
 class TokenCEConfig(Section):
     desc_ce_weight: NonNegativeFloat
@@ -320,9 +325,9 @@ class AdvantageConfig(Section):
     units of the reward. It keeps advantages small if rewards hardly differ. No effect without
     `advantage_std`. The default is the same as in TRL's GRPO."""
     advantage_baseline: Annotated[str, AfterValidator(_baseline)] = "mean"
-    """What is subtracted from a reward: the mean of its group (`mean`), or of the group's other
-    rollouts (`leave_one_out`). `module:function`: the advantage is the result of your own function
-    of the reward and the group's rewards."""
+    """How a rollout's advantage follows from the rewards of its group. mean: its reward minus their
+    mean; leave_one_out: minus the mean of the other rollouts' rewards; `module:function`: your own
+    function of the reward and the group's rewards."""
 
     @model_validator(mode="after")
     def _is_unbiased(self) -> Self:
@@ -380,6 +385,10 @@ class PolicyGradientEntry(PipelineEntry):
     """Name of the objective: policy gradient on sampled tokens, weighted by their advantages."""
     config: PolicyGradientConfig
     """Settings of the objective `policy_gradient`."""
+
+    @property
+    def advantage_section(self) -> tuple[str, AdvantageConfig]:
+        return "config", self.config
 
 
 class ReferenceKLConfig(Section):
@@ -458,6 +467,10 @@ class ImportedEntry(PipelineEntry):
     config: dict[str, Any]
     """The settings of the class. Its `Config` checks them when the class is imported, which needs
     torch."""
+
+    @property
+    def advantage_section(self) -> tuple[str, AdvantageConfig] | None:
+        return None if self.advantages is None else ("advantages", self.advantages)
 
     @model_validator(mode="after")
     def _learns_samples(self) -> Self:
@@ -564,10 +577,9 @@ class PipelineSection(Section):
     def policy_gradients(self) -> Iterator[tuple[str, AdvantageConfig]]:
         """Yield how the enabled policy gradient computes advantages, with the settings' path."""
         for path, entry in self.enabled():
-            if isinstance(entry, PolicyGradientEntry):
-                yield f"{path}.config", entry.config
-            elif isinstance(entry, ImportedEntry) and entry.advantages is not None:
-                yield f"{path}.advantages", entry.advantages
+            if entry.advantage_section is not None:
+                key, section = entry.advantage_section
+                yield f"{path}.{key}", section
 
     @property
     def policy_gradient(self) -> AdvantageConfig | None:

@@ -122,8 +122,9 @@ class TrainingSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32, examples=[17])]
     """Seed of the run: data order, prompts, augmentation, new adapters and every rollout."""
     num_epochs: PositiveInt | None = None
-    """Length of the run instead of `max_steps`: the run draws every training row this many times.
-    The number of steps is computed at the start, rounded up, and recorded as `max_steps`."""
+    """Gives the length of the run in place of `max_steps`: the run draws every training row this
+    many times. The number of steps is computed at the start, rounded up, and recorded as
+    `max_steps`."""
     max_steps: Annotated[PositiveInt | None, Field(examples=[100], validate_default=True)] = None
     """Number of steps of the run, if `num_epochs` is not set. Each has one optimizer update, or
     `updates_per_batch`."""

@@ -16,6 +16,7 @@ from math import isqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shared.errors import ConfigError
 from shared.grounding.json_list import PictureResize
 from shared.model_families import TILING_PROCESSORS
 
@@ -195,6 +196,30 @@ class TileResize(PictureResize):
         few, most = (pixels // self.side**2 for pixels in (self.min_pixels, self.max_pixels))
         columns, rows = get_optimal_tiled_canvas((height, width), (self.side,) * 2, few, most)
         return columns * self.side, rows * self.side
+
+
+def pixel_limits(pictures: Pictures | None, most: int, model: object, key: str) -> tuple[int, int]:
+    """Return the least and most pixels of an image, for `Pictures.limits`.
+
+    Args:
+        pictures: None for a model that reads no images.
+        most: the value of the configuration key `key`.
+        model: path of the checkpoint, for messages.
+
+    Raises ConfigError if `most` is too few pixels for the processor, or without `pictures`.
+    """
+    if pictures is None:
+        raise ConfigError(
+            f"{key}: {most} has no effect, because {model} reads no images; remove the key"
+        )
+    low = pictures.resize.min_pixels
+    least = max(low, pictures.resize.side**2)
+    if most < least:
+        raise ConfigError(
+            f"{key}: {most} is less than the {least} pixels that the processor of {model}"
+            f" needs for an image; set it to at least {least}"
+        )
+    return low, most
 
 
 def pictures_of(processor: Any) -> Pictures:

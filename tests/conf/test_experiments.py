@@ -132,6 +132,8 @@ def test_the_real_run_is_the_main_job_with_another_model_and_other_sizes():
     names = [entry.name for entry in main.rollout_matching.pipeline.objective]
     assert [entry.name for entry in real.rollout_matching.pipeline.objective] == names
     assert batch_algebra(real).round_sizes == (64, 64)
+    schedule = real.training.lr_schedule, real.training.min_lr_ratio
+    assert schedule == ("cosine", 0.1)
     vllm = real.rollout_matching.vllm
     sizes = (vllm.enforce_eager, vllm.kv_cache_memory_bytes)
     assert sizes == (False, None), "sizes of the demo are taken back"

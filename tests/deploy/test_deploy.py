@@ -208,12 +208,15 @@ def test_the_batch_job_of_several_nodes_is_sound_and_refuses_an_address_that_the
 ):
     """`python -m benchmarks.two_hosts --only on_one slurm` runs the rest of it."""
     assert subprocess.run(["bash", "-n", SBATCH_NODES], check=False).returncode == 0
+    ip = tmp_path / "ip"
+    ip.write_text("#!/bin/sh\necho 1: lo inet 127.0.1.1/8 scope host lo\n")
+    ip.chmod(0o755)
     environ = {
-        "PATH": "/usr/bin:/bin",
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
         "SLURM_CPUS_PER_TASK": "1",
-        "HEAD": "127.0.1.1",
+        "HEAD_INTERFACE": "lo",
     }
     job = subprocess.run(
         ["bash", SBATCH_NODES], env=environ, cwd=tmp_path, capture_output=True, check=False
     )
-    assert job.returncode == 1 and b"HEAD=ADDRESS" in job.stdout
+    assert job.returncode == 1 and b"HEAD_INTERFACE=NAME" in job.stdout

@@ -151,7 +151,7 @@ def test_two_learner_ranks_learn_what_one_does_with_the_in_step_queue_on(job, ac
 SERVER = (
     "port=0",
     "dtype=float32",
-    "max_model_len=512",
+    "max_model_len=1024",
     "max_num_seqs=6",
     "kv_cache_memory_bytes=67108864",
     "enforce_eager=true",

@@ -178,7 +178,7 @@ def test_tokens_per_second_are_those_of_generation_and_of_rows() -> None:
     metrics = step_metrics()
     metrics.add_generation([Span("actor", "generate", 10.0, 14.0)])
     metrics.add_environment_rollout(replace(SOUND, num_tokens=100))
-    metrics.totals.add("packing/num_tokens", 90)
+    metrics.totals.add("packing/num_learned_tokens", 90)
     metrics.mark("learn", time.time() - 3.0)
     report = metrics.report(1, {}, (), denominator=1, num_carried=0)
     counted = report.totals.as_dict()

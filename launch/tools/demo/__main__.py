@@ -24,6 +24,7 @@ from launch.tools.demo.scenes import (
     make_crowded_data,
     make_demo_data,
 )
+from shared.errors import ConfigError
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
@@ -112,6 +113,8 @@ def _draw(runs: Sequence[Path], num_examples: int) -> Path:
     if any((run / "evaluations").glob("step_*/rollouts.jsonl")):
         from launch.tools.demo.agent_picture import draw_environment_run
 
+        if len(runs) > 1:
+            raise ConfigError(f"--run: a picture shows one run of an environment, got {len(runs)}")
         return draw_environment_run(run, num_questions=num_examples)
     from launch.tools.demo.picture import draw_runs
 

@@ -89,8 +89,9 @@ def copy_carried_start(out: Path) -> bool:
         for file in CARRIED_START.iterdir():
             shutil.copyfile(file, folder / file.name)
 
-    digest = sha256((CARRIED_START / "model.safetensors").read_bytes()).hexdigest()
-    return make_once(out, {"sha256": digest}, copy)
+    files = sorted(CARRIED_START.iterdir())
+    digest = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return make_once(out, {"checkpoint": digest}, copy)
 
 
 def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
@@ -128,6 +129,8 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
         if not folder.exists():
             show(f"demo      {folder} does not exist and is made now: {_command(folder)}")
             _run("launch.tools.demo", *DEMO_FOLDERS[folder], "--out", str(folder))
+        elif DEMO_FOLDERS[folder] == ("start",):
+            copy_carried_start(folder)  # refuses a copy of another version
 
 
 def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSection:

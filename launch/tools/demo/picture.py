@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -31,36 +32,38 @@ GAP = 8
 def draw_runs(runs: Sequence[Path], *, num_scenes: int) -> Path:
     """Write `demo.png` to the first run's folder.
 
-    It shows scenes of the first run's first held-out report and of every run's last one. All runs
-    have the same initial model and held-out scenes.
+    It shows scenes of the first run's first held-out report and of every run's last one.
 
-    Raises ConfigError if a run has fewer than two reports.
+    Raises ConfigError if a run has fewer than two reports, or another initial model or other
+    held-out scenes than the first run.
     """
+    configs = [json.loads((run / "config.json").read_text()) for run in runs]
+    _require_equal_beginnings(runs, configs)
     reports = []
     for run in runs:
         of_run = sorted((run / "evaluations").glob("step_*/predictions.jsonl"))
         if len(of_run) < 2:
             raise ConfigError(f"{run}: has {len(of_run)} held-out reports; two are needed")
         reports.append(of_run)
-    config = json.loads((runs[0] / "config.json").read_text())
-    data = config["data"]
+    data = configs[0]["data"]
     held_out = load_dataset(
         Path(data["val"]), on_bad_row=data["on_bad_row"], sort_objects=True, check_images=False
     )
-    shown = {"before": reports[0][0]}
-    for run, of_run in zip(runs, reports, strict=True):
-        variant = json.loads((run / "config.json").read_text())["custom"]["trainer_variant"]
-        shown["supervised only" if variant == "stage1_sft" else "with rollouts"] = of_run[-1]
-    found = {title: _objects_by_sample(report) for title, report in shown.items()}
+    shown = [("before", reports[0][0])]
+    for config, of_run in zip(configs, reports, strict=True):
+        variant = config["custom"]["trainer_variant"]
+        how = "supervised only" if variant == "stage1_sft" else "with rollouts"
+        shown.append((f"{config['telemetry']['name']}, {how}", of_run[-1]))
+    found = [_objects_by_sample(report) for _, report in shown]
     # Reports lack rows that a run skipped, such as rows without their image.
     samples = [
         sample
         for sample in held_out.samples
-        if all(sample.sample_id in of_report for of_report in found.values())
+        if all(sample.sample_id in of_report for of_report in found)
     ][:num_scenes]
     columns = []
-    for title, report in shown.items():
-        objects = [found[title][sample.sample_id] for sample in samples]
+    for (title, report), of_report in zip(shown, found, strict=True):
+        objects = [of_report[sample.sample_id] for sample in samples]
         columns.append(_column(f"{title} ({_headline(report)})", samples, objects))
     truths = [
         tuple(ScoredObject(one.kind, one.bins, one.desc, 1.0) for one in sample.objects)
@@ -82,24 +85,18 @@ def compare_runs(runs: Sequence[Path]) -> list[str]:
     Raises ConfigError if a run has no held-out report, or has another initial model or other
     held-out scenes than the first run.
     """
+    configs = [json.loads((run / "config.json").read_text()) for run in runs]
+    _require_equal_beginnings(runs, configs)
     lines = []
-    begun = None
     best: tuple[float, str] | None = None
-    for run in runs:
+    for run, config in zip(runs, configs, strict=True):
         reports = read_evaluations(run)
         scores = [report.class_f1 for report in reports if report.class_f1 is not None]
         if not scores:
             raise ConfigError(f"{run}: has no held-out report of detection to compare")
         steps = read_lines(run / "metrics.jsonl")
         seconds = sum(step["time/step_s"] for step in steps)
-        config = json.loads((run / "config.json").read_text())
         name = config["telemetry"]["name"]
-        begins = {"model.path": config["model"]["path"], "data.val": config["data"]["val"]}
-        begun = begun or begins
-        if begins != begun:
-            raise ConfigError(
-                f"{run}: has {begins}, but {runs[0]} has {begun}; compare runs with equal values"
-            )
         lines.append(
             f"{name:<9} F1 with names {scores[0]:.3f} -> {scores[-1]:.3f} in {len(steps)} updates,"
             f" {seconds:.0f} s of steps ({run})"
@@ -108,6 +105,19 @@ def compare_runs(runs: Sequence[Path]) -> list[str]:
             best = scores[-1], name
     assert best is not None, "at least one run is given"
     return [*lines, f"ahead     {best[1]}, at {best[0]:.3f}"]
+
+
+def _require_equal_beginnings(runs: Sequence[Path], configs: Sequence[dict[str, Any]]) -> None:
+    begins = [
+        {"model.path": config["model"]["path"], "data.val": config["data"]["val"]}
+        for config in configs
+    ]
+    for run, of_run in zip(runs, begins, strict=True):
+        if of_run != begins[0]:
+            raise ConfigError(
+                f"{run}: has {of_run}, but {runs[0]} has {begins[0]}; compare runs with equal"
+                " values"
+            )
 
 
 def _objects_by_sample(predictions: Path) -> dict[str, tuple[ScoredObject, ...]]:

@@ -17,10 +17,8 @@ from shared.config.pipeline import (
     Channel,
     CoordDiagEntry,
     CoordRegEntry,
-    ImportedEntry,
     LearnsFrom,
     ObjectiveEntry,
-    PolicyGradientEntry,
     Reads,
     ReferenceKLEntry,
     TokenCEEntry,
@@ -97,9 +95,8 @@ def entries_have_input(
     also advantages.
     """
     for path, entry in entries:
-        source = entry.learns_from
-        if isinstance(entry, ImportedEntry) and entry.advantages is not None:
-            source = LearnsFrom.ADVANTAGES
+        has_advantages = entry.advantage_section is not None
+        source = LearnsFrom.ADVANTAGES if has_advantages else entry.learns_from
         if source is not None and source not in ALGORITHMS[variant].learns_from:
             wrong = f"'{entry.name}' has no {source} to learn from under {variant}"
             remedy = "remove the entry, or choose another custom.trainer_variant"
@@ -114,11 +111,7 @@ def every_channel_learns(run: RunConfig) -> Iterator[Problem]:
     pipeline = run.rollout_matching.pipeline
     if run.algorithm.uses_environment:
         if not any(
-            entry.teaches
-            and (
-                isinstance(entry, PolicyGradientEntry)
-                or (isinstance(entry, ImportedEntry) and entry.advantages is not None)
-            )
+            entry.teaches and entry.advantage_section is not None
             for entry in pipeline.active(Channel.B)
         ):
             yield Problem(

@@ -24,7 +24,7 @@ OBJECTIVE = {"clip_low": 0.2, "clip_high": 0.3, "ratio_cap": 2.0}
 
 def rule_of(**changes):
     plain = OBJECTIVE | {"normalize": "step", "advantage_std": False}
-    return AdvantageEstimator(PolicyGradientConfig(**plain | changes), max_new_tokens=20)
+    return AdvantageEstimator(PolicyGradientConfig(**plain | changes), 20, path="at")
 
 
 PLAIN = rule_of()
@@ -153,7 +153,7 @@ def test_a_result_that_is_no_finite_number_names_the_function_and_what_it_got(ow
         of(TWO_TURNS, rule)
     value = result.removeprefix("float('").removesuffix("')")
     (line,) = error.value.problems
-    assert line.startswith(f"advantage_baseline: own_baselines:of returned {value} for")
+    assert line.startswith(f"at.advantage_baseline: own_baselines:of returned {value} for")
     assert "1.0" in line
     assert "[1.0, 0.0]" in line
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 from fake_server import make_settings
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
@@ -235,6 +236,8 @@ def test_the_run_is_told_why_the_engine_has_ended_and_its_whole_story(kind):
 
 def test_an_actor_that_is_lost_with_its_node_is_reported_with_the_node():
     text = "The actor died because its node has died. Node Id: 5d37"
+    gcs = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
+    assert text.partition(" Node Id")[0].encode() in gcs.read_bytes(), "Ray's own words"
     died = ActorDiedError(ActorDiedErrorContext(actor_id=b"a" * 16, error_message=text))
     error = RayCall("generate", None, "", RolloutError).translate_error("rollout-actor-1", died)
     assert "its node was lost" in error.message and "`ray start`" in error.message

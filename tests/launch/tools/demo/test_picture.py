@@ -42,6 +42,8 @@ def run(tmp_path: Path) -> Path:
             {
                 "data": {"val": str(val), "on_bad_row": "skip"},
                 "custom": {"trainer_variant": "stage2_two_channel"},
+                "model": {"path": "start"},
+                "telemetry": {"name": "demo"},
             }
         )
     )
@@ -59,7 +61,7 @@ def test_before_after_and_ground_truth_lie_side_by_side(run: Path) -> None:
         )
     assert height > 2 * width, "one scene below the other"
     assert ImageChops.difference(before, after).getbbox(), "objects were found"
-    assert after.getcolors(1 << 20) != truth.getcolors(1 << 20)
+    assert ImageChops.difference(before, truth).getbbox(), "the truth is drawn"
 
 
 def test_another_run_from_the_same_checkpoint_is_one_more_column(run: Path) -> None:
@@ -67,12 +69,21 @@ def test_another_run_from_the_same_checkpoint_is_one_more_column(run: Path) -> N
         alone = picture.size
     other = run.with_name("other")
     shutil.copytree(run, other)
+    first, last = sorted(other.glob("evaluations/*/predictions.jsonl"))
+    shutil.copy(first, last)
     config = json.loads((other / "config.json").read_text())
     config["custom"]["trainer_variant"] = "stage1_sft"
     (other / "config.json").write_text(json.dumps(config))
     with Image.open(draw_runs([run, other], num_scenes=1)) as picture:
         beside = picture.size
+        columns = [
+            picture.crop((place * picture.width // 4, TITLE, place * picture.width // 4 + 400, 400))
+            for place in range(4)
+        ]
     assert (beside[0] / alone[0], beside[1]) == (pytest.approx(4 / 3, rel=0.01), alone[1])
+    before, first, second, _ = columns
+    assert ImageChops.difference(before, first).getbbox()
+    assert ImageChops.difference(first, second).getbbox(), "the other run found nothing"
 
 
 def test_rows_that_the_run_left_out_are_not_drawn(run: Path) -> None:
@@ -114,6 +125,7 @@ def test_the_run_with_the_better_class_aware_f1_is_named(tmp_path: Path) -> None
     (runs[1] / "config.json").write_text(json.dumps(config | {"model": {"path": "another"}}))
     with pytest.raises(ConfigError, match=r"control: has .*another"):
         compare_runs(runs)
+    (runs[1] / "config.json").write_text(json.dumps(config))
     (runs[0] / "evaluations.jsonl").unlink()
     with pytest.raises(ConfigError, match="demo: has no held-out report"):
         compare_runs(runs)
