@@ -5,7 +5,7 @@
     python -m benchmarks.photographs --table
 
 `--source` is BCCD in Pascal VOC's layout: 364 photographs of 640 x 480 pixels with 13 red cells,
-white cells and platelets each, MIT licence (https://github.com/Shenggan/BCCD_Dataset). The arms and
+white cells and platelets each, MIT licence (BCCD_Dataset of Shenggan). The arms and
 the table are those of `benchmarks.evidence`, which the initial checkpoint's training follows too.
 The test split is used only by the arms. No results yet.
 """
