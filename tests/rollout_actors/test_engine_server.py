@@ -83,13 +83,15 @@ def test_health_counts_tokens_while_they_are_sampled(
 
     before, seen = told().num_tokens, set()
     with ThreadPoolExecutor(1) as thread:
-        working = thread.submit(
-            pool.generate, [learner.request(0, temperature=1.0, max_new_tokens=96)]
-        )
+        # Seconds of work, so that a busy machine asks in between too.
+        requests = [learner.request(i, temperature=1.0, max_new_tokens=400) for i in range(6)]
+        working = thread.submit(pool.generate, requests)
         while not working.done():
             seen.add(told().num_tokens - before)
-    (rollout,) = working.result()
-    num_tokens = len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
+    num_tokens = sum(
+        len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
+        for rollout in working.result()
+    )
     assert told() == messages.Health(world_size=1, num_running=0, num_tokens=before + num_tokens)
     assert len(seen - {0, num_tokens}) > 1
 
