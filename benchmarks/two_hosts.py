@@ -79,7 +79,7 @@ class Host:
             "-m",
             "-p",
             "-u",
-            f"--wd={Path.cwd()}",
+            f"--wdns={Path.cwd()}",
             *command,
         ]
 
