@@ -10,9 +10,8 @@ flat. From the best checkpoint it runs every arm of `ARMS` with each seed. Exist
 kept and interrupted runs are resumed, so the command can be repeated. Each finished run writes a
 file in benchmarks/results/evidence/ with its counts for every test image, its command and its
 commit. `--table` only prints the table of these files. `--write-start` only makes the initial
-checkpoint and writes it to FOLDER in bfloat16: launch/tools/demo/start, where the demo begins. The
-plan and the results are in
-docs/explanation/evidence.md.
+checkpoint and writes it to FOLDER in bfloat16; the demo begins with launch/tools/demo/start. The
+plan and the results are in docs/explanation/evidence.md.
 """
 
 from __future__ import annotations
@@ -346,6 +345,7 @@ def train(experiment: str, run: Path, *overrides: str) -> str:
     """Start or resume a training run, wait for its end, and return its command."""
     arguments = [f"+experiment={experiment}", "resume=auto", f"telemetry.run_dir={run}", *overrides]
     started_s = time.monotonic()
+    run.parent.mkdir(parents=True, exist_ok=True)
     with (run.parent / f"{run.name}.log").open("a") as log:
         done = subprocess.run(
             [sys.executable, "-m", "launch.train", *arguments],

@@ -41,7 +41,7 @@ TOWER_UPDATES = 800
 FALL_UPDATES = 2400
 AUGMENT = AugmentSection(flip=0.5, crop=0.6, colour=0.2)
 SIZES = (
-    "global_max_length=1024",
+    "global_max_length=1536",  # image 192, answer 576 and 30 appended objects of 18 tokens
     "rollout_matching.max_new_tokens=576",  # 32 objects; no photograph has more than 30
 )
 

@@ -85,11 +85,12 @@ def copy_carried_start(out: Path) -> bool:
     Return whether it is new. Raises ConfigError if `out` is another folder.
     """
 
+    files = sorted(file for file in CARRIED_START.iterdir() if file.suffix != ".md")
+
     def copy(folder: Path) -> None:
-        for file in CARRIED_START.iterdir():
+        for file in files:
             shutil.copyfile(file, folder / file.name)
 
-    files = sorted(CARRIED_START.iterdir())
     digest = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return make_once(out, {"checkpoint": digest}, copy)
 
