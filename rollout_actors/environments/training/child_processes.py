@@ -24,6 +24,8 @@ _LOGGER = logging.getLogger(__name__)
 
 VARIABLE = "ROLLMATCH_ENVIRONMENT"
 POLL_S = 0.5
+EXEC_S = 1.0
+"""Time that a process may take to execute a program before it counts as not marked."""
 
 
 class EnvironmentProcesses:
@@ -106,12 +108,32 @@ def _marked(mark: str) -> list[Path]:
     found = []
     for process in Path("/proc").iterdir():
         try:
-            # Empty for a process that has ended and is not waited for.
-            if process.name.isdigit() and entry in (process / "environ").read_bytes().split(b"\0"):
+            if process.name.isdigit() and entry in variables_of(process):
                 found.append(process)
         except OSError:
             continue  # another user's, or it has ended
     return found
+
+
+def variables_of(process: Path) -> list[bytes]:
+    """Return the environment variables that a process of /proc was started with.
+
+    They are empty for one that has ended and is not waited for, and for a moment in `exec`, which
+    this function waits out: `subprocess.Popen` may return before it.
+    """
+    environ = process / "environ"
+    deadline_s = time.monotonic() + EXEC_S
+    while not environ.read_bytes() and _is_in_exec(process) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return environ.read_bytes().split(b"\0")  # again, because it may have left `exec` meanwhile
+
+
+def _is_in_exec(process: Path) -> bool:
+    if not _is_there(process.name):
+        return False
+    env_end = (process / "stat").read_text().rpartition(")")[2].split()[48]
+    # A thread of the kernel never has an address either, but it has no program.
+    return env_end == "0" and bool((process / "exe").readlink().name)
 
 
 def _is_there(pid: str) -> bool:

@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from rollout_actors.environments.training.child_processes import processes_of
+from rollout_actors.environments.training.child_processes import (
+    VARIABLE,
+    processes_of,
+    variables_of,
+)
 
 STARTS = """
 import multiprocessing, subprocess, sys, time
@@ -62,6 +67,15 @@ def test_those_that_execute_a_program_end_with_a_process_that_is_killed(started)
     os.kill(process.pid, signal.SIGKILL)
     wait_until_ended(pids[:2])
     assert before.is_running()
+
+
+def test_a_process_that_only_now_executes_its_program_is_recognised(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "a mark")
+    for _ in range(50):
+        with subprocess.Popen(["sleep", "60"]) as process:
+            found = variables_of(Path(f"/proc/{process.pid}"))
+            process.kill()
+        assert f"{VARIABLE}=a mark".encode() in found
 
 
 def test_an_environment_that_leaves_processes_is_named(caplog):
