@@ -1,14 +1,14 @@
 """Compare the seconds of an update with TRL's GRPOTrainer, on the same model and questions.
 
 `python -m benchmarks.against_trl --trl /path/to/venv/bin/python [--model outputs/demo/smollm]
-[--questions 4] [--rollouts 8] [--updates 8] [--rounds 2]`. That interpreter has `trl==1.16.0`,
-with the versions of torch and transformers that this project has.
+[--questions 4] [--rollouts 8] [--updates 8] [--rounds 2] [--actors 3]`. That interpreter has
+`trl==1.16.0`, with the versions of torch and transformers that this project has.
 
 Both train the environment `sums` in float32 with two threads, the same rate, temperature, length
 limit, group size and number of rollouts, without a reference model; TRL generates with
-transformers, the job with three vLLM actors. Both draw from the same training questions, in another
-order. They take turns in processes. Medians leave out the first `WARM_UP` updates of a process.
-Checked: the mean reward rises in both.
+transformers, the job with `--actors` vLLM actors of one thread each. Both draw from the same
+training questions, in another order. They take turns in processes. Medians leave out the
+first `WARM_UP` updates of a process. Checked: the mean reward rises in both.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def of_job(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             f"environment.rollouts_per_example={options.rollouts}",
             f"rollout_matching.max_new_tokens={MAX_NEW_TOKENS}",
             f"learner.cpu_threads={THREADS}",
+            f"rollout_matching.actors.num_actors={options.actors}",
             "checkpoint.save_final=false",
         ],
         check=True,
@@ -147,7 +148,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl", help="the Python interpreter that has trl")
     parser.add_argument("--model", default="outputs/demo/smollm", help="default: %(default)s")
-    for name, number in (("questions", 4), ("rollouts", 8), ("updates", 8), ("rounds", 2)):
+    for name, number in (
+        ("questions", 4),
+        ("rollouts", 8),
+        ("updates", 8),
+        ("rounds", 2),
+        ("actors", 3),
+    ):
         parser.add_argument(f"--{name}", type=int, default=number, help="default: %(default)s")
     parser.add_argument("--side", choices=["trl"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

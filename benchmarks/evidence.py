@@ -302,6 +302,7 @@ def run_arm(task: Task, out: Path, start: Path, name: str, seed: int) -> None:
         "commit": commit(),
         "command": command,
         "ap": numbers["coco"]["by_class"]["bbox"]["ap"],
+        "ap50": numbers["coco"]["by_class"]["bbox"]["ap50"],
         "valid_object_rate": numbers["valid_object_rate"],
         "num_truncated": numbers["num_truncated"],
         "pictures": picture_counts(out / "data" / "test.jsonl", report / "predictions.jsonl"),
@@ -429,10 +430,10 @@ def table(results: Path) -> list[str]:
     lines = [
         (
             "| arm | seeds | updates | wall, s | F1@0.5, named | 95 % | against `sft` |"
-            " against `b_50` | F1@0.5 | F1@0.75, named | AP | error of the count | doubled |"
+            " against `b_50` | F1@0.5 | F1@0.75, named | AP | AP50 | error of the count | doubled |"
             " valid | unfinished |"
         ),
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     runs: dict[str, dict[int, dict[str, Any]]] = {}
     for path in sorted(results.glob("*_[0-9]*.json")):
@@ -460,7 +461,9 @@ def table(results: Path) -> list[str]:
             f" | {np.mean([one['wall_s'] for one in of_all]):.0f}"
             f" | **{f1_named(counts):.3f}** | {low:.3f} to {high:.3f} | {differences}"
             f" | {2 * total['any50'] / size:.3f} | {2 * total['named75'] / size:.3f}"
-            f" | {np.mean([one['ap'] for one in of_all]):.3f} | {error:.2f}"
+            f" | {np.mean([one['ap'] for one in of_all]):.3f}"
+            # The older results have none.
+            f" | {np.mean([one.get('ap50', np.nan) for one in of_all]):.3f} | {error:.2f}"
             f" | {total['doubled'] / (counts.shape[0] * counts.shape[1]):.2f}"
             f" | {np.mean([one['valid_object_rate'] for one in of_all]):.3f}"
             f" | {sum(one['num_truncated'] for one in of_all) / len(of_all):.1f} |"

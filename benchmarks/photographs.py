@@ -7,21 +7,30 @@
 `--source` is BCCD in Pascal VOC's layout: 364 photographs of 640 x 480 pixels with 13 red cells,
 white cells and platelets each, MIT licence (BCCD_Dataset of Shenggan). The arms and
 the table are those of `benchmarks.evidence`, which the initial checkpoint's training follows too.
-The test split is used only by the arms. No results yet.
+The test split is used only by the arms. At the end, pycocotools evaluates the exported results of
+every run against the XML files, and must agree with the run's report.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import torch
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from benchmarks import evidence
+from launch.tools.coco import ExportOptions, export_coco
 from launch.tools.demo.crowded_model import TEXT_SETTINGS
 from launch.tools.demo.model import random_model
 from launch.tools.demo.once import make_once
@@ -39,6 +48,7 @@ SIDE = 224
 """Images are resized to about this number of pixels, squared: 256 x 192, which are 192 tokens."""
 TOWER_UPDATES = 800
 FALL_UPDATES = 2400
+COCO_TOLERANCE = 1e-6
 AUGMENT = AugmentSection(flip=0.5, crop=0.6, colour=0.2)
 SIZES = (
     "global_max_length=1536",  # image 192, answer 576 and 30 appended objects of 18 tokens
@@ -57,6 +67,9 @@ def main() -> None:
     results = evidence.RESULTS / "photographs"
     make = partial(make_start, options.source, results)
     evidence.run(evidence.Task(results, make, overrides()), options)
+    if not options.table:
+        for run in sorted(options.out.glob("*_[0-9]*/evaluations/step_*")):
+            check_with_coco(options.source, options.out / "data", run)
 
 
 def overrides() -> list[str]:
@@ -147,6 +160,52 @@ def labelled(sample: Sample) -> LabelledImage:
         # A box contains its last pixel.
         boxes.append(LabelledBox(left, top, right + 1, bottom + 1, NAMES.index(one.desc)))
     return LabelledImage(image, boxes)
+
+
+def check_with_coco(source: Path, data: Path, report: Path) -> None:
+    """Compare the AP of a report with pycocotools, on exported results and the XML files.
+
+    Raises:
+        SystemExit: they differ.
+    """
+    name = report.parents[1].name
+    results = report / "coco_results.json"
+    results.unlink(missing_ok=True)
+    categories = data / "test.categories.json"
+    export_coco(
+        ExportOptions(predictions=report / "predictions.jsonl", categories=categories, out=results)
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = annotations(source, data / "test.jsonl", json.loads(categories.read_text()))
+        truth.createIndex()
+        scored = COCOeval(truth, truth.loadRes(str(results)), "bbox")
+        scored.evaluate()
+        scored.accumulate()
+        scored.summarize()
+    theirs = scored.stats[:2].tolist()
+    ours = json.loads((report / "report.json").read_text())["coco"]["by_class"]["bbox"]
+    print(f"coco      {name}: AP {theirs[0]:.4f}, AP50 {theirs[1]:.4f}")
+    if max(abs(theirs[0] - ours["ap"]), abs(theirs[1] - ours["ap50"])) > COCO_TOLERANCE:
+        sys.exit(f"{report}: AP {ours['ap']}, AP50 {ours['ap50']}; pycocotools: {theirs}")
+
+
+def annotations(source: Path, data: Path, categories: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return COCO annotations of the images in `data`, read from the XML files of `source`."""
+    ids = {category["name"]: category["id"] for category in categories}
+    images, entries = [], []
+    for row in map(json.loads, data.open()):
+        images.append({"id": row["image_id"], "width": row["width"], "height": row["height"]})
+        xml = source / "Annotations" / f"{Path(row['images'][0]).stem}.xml"
+        for one in ElementTree.parse(xml).iter("object"):
+            left, top, right, bottom = (
+                float(one.findtext(f"bndbox/{edge}")) for edge in ("xmin", "ymin", "xmax", "ymax")
+            )
+            width, height = right - left + 1, bottom - top + 1  # pixels from 1, both ends within
+            entry = {"id": len(entries) + 1, "image_id": row["image_id"], "iscrowd": 0}
+            entry |= {"bbox": [left - 1, top - 1, width, height], "area": width * height}
+            entries.append(entry | {"category_id": ids[one.findtext("name")]})
+    return {"images": images, "annotations": entries, "categories": categories}
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def test_results_become_a_table_with_the_difference_from_supervision(tmp_path, m
                 "updates": 60,
                 "wall_s": 100.0,
                 "ap": 0.4,
+                "ap50": 0.7,
                 "valid_object_rate": 1.0,
                 "num_truncated": 0,
                 "pictures": [[10, 10, 8, named, 7, 4, 1]] * 4,
@@ -99,7 +100,10 @@ def test_results_become_a_table_with_the_difference_from_supervision(tmp_path, m
     header, _, sft, mixed = evidence.table(tmp_path)
     assert header.startswith("| arm | seeds | updates |")
     below = "-0.100 (-0.100 to -0.100)"
-    assert f"| **0.500** | 0.500 to 0.500 | - | {below} | 0.800 | 0.400 | 0.400 | 0.00 |" in sft
+    assert (
+        f"| **0.500** | 0.500 to 0.500 | - | {below} | 0.800 | 0.400 | 0.400 | 0.700 | 0.00 |"
+        in sft
+    )
     assert "| **0.600** | 0.600 to 0.600 | +0.100 (+0.100 to +0.100) | - |" in mixed
 
     facts = json.loads((tmp_path / "sft_1.json").read_text())

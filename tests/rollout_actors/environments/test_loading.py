@@ -93,7 +93,7 @@ def test_an_installed_entry_point_is_loaded_by_its_name(here, value):
 
 
 def test_a_wrong_name_lists_what_there_is():
-    names = "arithmetic, copy_digits, grounding, guess_number, hidden_digit, key_value_store"
+    names = "arithmetic, calculator, copy_digits, grounding, guess_number, hidden_digit"
     message = (
         rf"no environment 'aritmetic' \(.* arithmetic\?\); .*{names}, .*\.py .*load_environment\("
         r".* gym:NAME, openenv:URL, verifiers:NAME$"

@@ -76,8 +76,17 @@ def peeks(call: Call) -> Any:
     return call.text if call.turn else Answer(None, tool_calls=[("peek", {})])
 
 
+def uses_tools(call: Call) -> Any:
+    if call.prompt[-1]["role"] == "tool":
+        return call.text
+    a, sign, b = re.fullmatch(r"What is (\d+) ([+*]) (\d+)\?", call.text).groups()
+    name = {"+": "add", "*": "multiply"}[sign]
+    return Answer(None, tool_calls=[(name, {"a": int(a), "b": int(b)})])
+
+
 PLAYERS: dict[str, Callable[[Call], Any]] = {
     "arithmetic": calculates,
+    "calculator": uses_tools,
     "sums": adds,
     "copy_digits": copies,
     "guess_number": halves,
@@ -86,7 +95,7 @@ PLAYERS: dict[str, Callable[[Call], Any]] = {
 }
 
 
-def test_there_are_five_examples_and_each_is_small():
+def test_every_example_is_played_and_small():
     assert sorted(EXAMPLES) == sorted(PLAYERS)
     for name in EXAMPLES:
         file = Path(examples.__path__[0], f"{name}.py")
@@ -105,6 +114,7 @@ def evaluated(environment, script):
     ("name", "full"),
     [
         ("arithmetic", 1.1),
+        ("calculator", 1.0),
         ("copy_digits", 1.0),
         ("guess_number", 1.6),
         ("hidden_digit", 1.0),
@@ -154,6 +164,18 @@ def test_the_last_number_of_a_sums_answer_counts_and_no_more_sums_are_asked_for_
     assert results.reward == [1.0, 1.0, 0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"101 .* 100 sums of 2 numbers up to 9"):
         load_environment("sums", num_examples=69)
+
+
+def test_a_calculators_result_must_be_said_after_the_tools_answer():
+    environment = load_environment("calculator")
+    row = {"question": "What is 3 * 50?", "answer": "150"}
+    calls = [("multiply", {"a": 3, "b": 50})]
+    said = [[Answer(None, tool_calls=calls), last] for last in ("150", "It is 150.", "15")]
+    results = [generated(environment, [row], ScriptedClient(one)) for one in said]
+    assert [one.reward[0] for one in results] == [1.0, 1.0, 0.0]
+    assert results[0].state[0]["completion"][1]["content"] == "150"
+    unsaid = ScriptedClient([Answer(None, tool_calls=calls)] * 2)
+    assert generated(environment, [row], unsaid).reward == [0.0]
 
 
 def test_a_game_ends_when_the_number_is_found_and_later_guesses_are_worth_less():
@@ -209,7 +231,10 @@ def test_the_examples_together_are_one_environment():
 
     def plays(call: Call) -> Any:
         if "tools" in call.arguments:
-            return keeps_the_store(call) if call.prompt[0]["role"] == "system" else peeks(call)
+            names = {tool["function"]["name"] for tool in call.arguments["tools"]}
+            if "add" in names:
+                return uses_tools(call)
+            return keeps_the_store(call) if "put" in names else peeks(call)
         if call.prompt[0]["content"].startswith("first"):
             return copies(call)
         return halves(call) if "Guess" in call.prompt[0]["content"] else calculates(call)
