@@ -46,10 +46,14 @@ from shared.tokens.vocabulary import NUM_BINS, coord_token
 NAMES = ("RBC", "WBC", "Platelets")
 SIDE = 224
 """Images are resized to about this number of pixels, squared: 256 x 192, which are 192 tokens."""
-TOWER_UPDATES = 800
-FALL_UPDATES = 2400
+TOWER_UPDATES = 1600
+FEW_UPDATES = 1200
+"""Updates on parts of photographs, which mostly have few cells. Without them the model does not
+learn to look: class-aware F1 is 0.15 after 2,400 updates on whole photographs."""
+FALL_UPDATES = 1500
 COCO_TOLERANCE = 1e-6
 AUGMENT = AugmentSection(flip=0.5, crop=0.6, colour=0.2)
+PARTS = AugmentSection(flip=0.5, crop=0.25, colour=0.2)
 SIZES = (
     "global_max_length=1536",  # image 192, answer 576 and 30 appended objects of 18 tokens
     "rollout_matching.max_new_tokens=576",  # 32 objects; no photograph has more than 30
@@ -66,17 +70,16 @@ def main() -> None:
         sys.exit("--source: give BCCD's folder, which has Annotations, ImageSets and JPEGImages")
     results = evidence.RESULTS / "photographs"
     make = partial(make_start, options.source, results)
-    evidence.run(evidence.Task(results, make, overrides()), options)
+    evidence.run(evidence.Task(results, make, overrides(AUGMENT)), options)
     if not options.table:
         for run in sorted(options.out.glob("*_[0-9]*/evaluations/step_*")):
             check_with_coco(options.source, options.out / "data", run)
 
 
-def overrides() -> list[str]:
-    """Return the overrides of all runs, with augmentation as for the tower."""
-    augment = AUGMENT.model_dump(mode="json", exclude_defaults=True)
-    changes = [f"+data.augment.{key}={value}".replace(" ", "") for key, value in augment.items()]
-    return [*SIZES, *changes]
+def overrides(augment: AugmentSection) -> list[str]:
+    """Return the overrides of all runs, with this augmentation."""
+    values = augment.model_dump(mode="json", exclude_defaults=True)
+    return [*SIZES, *(f"+data.augment.{key}={value}" for key, value in values.items())]
 
 
 def make_start(source: Path, results: Path, out: Path) -> Path:
@@ -88,22 +91,32 @@ def make_start(source: Path, results: Path, out: Path) -> Path:
             command = [sys.executable, "-m", "launch.tools.import_data", *arguments]
             subprocess.run(command, cwd=evidence.ROOT, check=True)
     make_model(out / "model", out / "data" / "train.jsonl")
-    common = [*overrides(), f"training.seed={evidence.SEED}"]
+    common = [f"training.seed={evidence.SEED}"]
     common += [f"training.effective_batch_size={evidence.START_BATCH}"]
     common += evidence.data(out / "data", "val")
-    before = out / "start_falls"
+    falling = [f"training.learning_rate={evidence.START_RATE:g}", "training.lr_schedule=cosine"]
+    few, falls = out / "few", out / "start_falls"
     evidence.train(
         "crowded_sft",
-        before,
+        few,
         *common,
-        f"training.learning_rate={evidence.START_RATE:g}",
-        "training.lr_schedule=cosine",
-        f"training.min_lr_ratio={evidence.RATE / evidence.START_RATE:g}",
-        f"training.max_steps={FALL_UPDATES}",
+        *overrides(PARTS),
+        *falling,
+        "training.min_lr_ratio=0.2",
+        f"training.max_steps={FEW_UPDATES}",
         f"model.path={out / 'model'}",
     )
-    of_model = f"model.path={before / 'checkpoint'}"
-    return evidence.train_until_flat(out, results, *common, of_model)
+    common += overrides(AUGMENT)
+    evidence.train(
+        "crowded_sft",
+        falls,
+        *common,
+        *falling,
+        f"training.min_lr_ratio={evidence.RATE / evidence.START_RATE:g}",
+        f"training.max_steps={FALL_UPDATES}",
+        f"model.path={few / 'checkpoint'}",
+    )
+    return evidence.train_until_flat(out, results, *common, f"model.path={falls / 'checkpoint'}")
 
 
 def make_model(out: Path, train: Path) -> None:
@@ -138,7 +151,7 @@ def make_model(out: Path, train: Path) -> None:
 def photographs(train: Path) -> Iterator[LabelledImage]:
     """Yield training photographs, in a new order and augmented anew each epoch."""
     samples = load_dataset(train, on_bad_row="error", sort_objects=True, check_images=False).samples
-    augmenter = Augmenter(AUGMENT, evidence.SEED, fits=lambda sample: True)
+    augmenter = Augmenter(PARTS, evidence.SEED, fits=lambda sample: True)
     epoch = 0
     while True:
         generator = torch.Generator().manual_seed(epoch)
