@@ -55,6 +55,7 @@ from rollout_actors.engine.settings import EngineSettings, engine_environment
 from shared.config.job import TimeoutsSection
 from shared.errors import WeightSyncError
 from shared.rollouts import DecodeMode, DecodeSettings, RolloutRequest, SyncReport
+from shared.sent_requests import PictureShelf
 from shared.weight_sync.phases import sync_weights
 from shared.weight_sync.transports import Device, TransportKind
 
@@ -158,7 +159,7 @@ def check_served(learner: Learner, pool: RolloutClient, num_engines: int) -> Non
         RolloutRequest(0, i, f"check-{i}", learner.tokens, (), decode, i)
         for i in range(num_engines)
     ]
-    (shares,) = pool.generate([[ray.put(request) for request in requests]]).result()
+    (shares,) = pool.generate([PictureShelf(ray.put).put_each(requests)]).result()
     rollouts = [rollout for share in ray.get(shares) for rollout in share]
     assert len({rollout.actor for rollout in rollouts}) == num_engines, "every engine answers"
     expected = learner.greedy()
