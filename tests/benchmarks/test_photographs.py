@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import pytest
 from PIL import Image
 
-from benchmarks.photographs import annotations, check_with_coco, overrides, photographs
+from benchmarks.photographs import (
+    annotations,
+    check_with_coco,
+    labelled,
+    overrides,
+    photographs,
+    write_parts,
+)
 from launch.tools.import_data.__main__ import main as import_main
 from shared.config.model import AugmentSection
+from shared.dataset import load_dataset
 
 pytestmark = pytest.mark.slow
 
@@ -85,12 +94,23 @@ def test_a_report_that_differs_from_pycocotools_is_noticed(source, data, tmp_pat
 
 
 def test_the_towers_labels_are_the_boxes_of_the_augmented_photograph(data):
-    seen = photographs(data / "test.jsonl")
-    boxes = [box for _, image in zip(range(20), seen, strict=False) for box in image.boxes]
+    seen = islice(photographs(data / "test.jsonl", fits=lambda part: True), 20)
+    boxes = [box for sample in seen for box in labelled(sample).boxes]
     assert {box.name for box in boxes} == {0, 1, 2}
     assert all(box.left < box.right and box.top < box.bottom for box in boxes)
     widest = max(box.right - box.left for box in boxes if box.name == 0)
     assert widest == pytest.approx(60, abs=1.5), "where it is not cut"
+
+
+def test_parts_have_few_cells_where_they_are_in_the_picture(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.photographs.NUM_PARTS", 6)
+    monkeypatch.setattr("benchmarks.photographs.MOST", 2)
+    write_parts(tmp_path / "parts", data / "test.jsonl")
+    parts = load_dataset(
+        tmp_path / "parts" / "train.jsonl", on_bad_row="error", sort_objects=True, check_images=True
+    ).samples
+    assert [len(part.objects) in (1, 2) for part in parts] == [True] * 6
+    assert {one.desc for part in parts for one in part.objects} == {"RBC", "WBC", "Platelets"}
 
 
 def test_the_augmentation_becomes_overrides():
