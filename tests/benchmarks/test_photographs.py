@@ -103,13 +103,13 @@ def test_the_towers_labels_are_the_boxes_of_the_augmented_photograph(data):
 
 
 def test_parts_have_few_cells_where_they_are_in_the_picture(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.photographs.NUM_PARTS", 6)
+    monkeypatch.setattr("benchmarks.photographs.NUM_PARTS", 20)
     monkeypatch.setattr("benchmarks.photographs.MOST", 2)
     write_parts(tmp_path / "parts", data / "test.jsonl")
     parts = load_dataset(
         tmp_path / "parts" / "train.jsonl", on_bad_row="error", sort_objects=True, check_images=True
     ).samples
-    assert [len(part.objects) in (1, 2) for part in parts] == [True] * 6
+    assert [len(part.objects) in (1, 2) for part in parts] == [True] * 20
     assert {one.desc for part in parts for one in part.objects} == {"RBC", "WBC", "Platelets"}
 
 
