@@ -1,15 +1,17 @@
 """Compare the learner's step on one packed row with a step that computes all logits at once.
 
-`python -m benchmarks.learner_step` (a small model, CPU) or, on a GPU, `--size 4b --tokens 12000
---device cuda --dtype bfloat16`. The weights are random, and each segment has an image. Both steps
-must give the same loss and gradient. Printed are the seconds, their ratio, tokens per second and,
-on a GPU, the peak memory. Then a whole step is measured as in a run: some rows and AdamW's update,
-in bfloat16 with float32 master weights. Not yet run on a GPU.
+`python -m benchmarks.learner_step` (a small model, CPU) or, on a GPU, `--size 4b --device cuda
+--dtype bfloat16`. The weights are random, and each segment has an image. Both steps must give the
+same loss and gradient. Printed are the seconds, their ratio, tokens per second, the memory that
+`rollmatch preflight` estimates and, on a GPU, the peak of torch's allocator. Then a whole step is
+measured as in a run: some rows and AdamW's update, in bfloat16 with float32 master weights. At 4B
+it needs more than a GPU of 80 GB has; `--no-update` leaves it out. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +22,11 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import FIRST_COORD, PIPELINE, loss_of, plain_values
 from benchmarks.segments import ImageIds, random_segment
+from launch.checks.learner_memory import learner_estimate
+from launch.checks.memory import CONTEXT, Estimate
+from launch.checks.model_shape import ModelShape, RunSizes, VisionShape
 from learner.collate import PackedRow, collate
+from learner.host_memory import in_gib
 from learner.model.attention import attend_by_segments
 from learner.model.loading import project_patches_as_matrix
 from learner.model.optimizer import Optimizer
@@ -31,9 +37,12 @@ from learner.objectives.registry import build_objectives
 from learner.segments import Segment
 from learner.step import train_row
 from learner.targets import TextWeights
+from shared.config.model import ModelSection
 from shared.config.pipeline import Channel
-from shared.config.training import TrainingSection
+from shared.config.rollout import RolloutMatchingSection
+from shared.config.training import LearnerSection, TrainingSection
 from shared.tokens.vocabulary import NUM_BINS
+from shared.weight_sync.transports import Device
 
 IMAGE = 1
 VIDEO = 2
@@ -80,6 +89,12 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+ROWS = {"small": (2_000, 500, 64), "4b": (12_000, 1_700, 1_024)}
+"""Defaults by size: tokens of a row, of each segment, and of each segment's image."""
+LEAST_TEXT = 100
+"""Tokens that a segment must have besides its image: its prompt, and some to learn."""
+TRAINING = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
+
 
 def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
     text, vision = SIZES[size]
@@ -117,16 +132,16 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
     torch.set_default_dtype(previous)
     project_patches_as_matrix(model)
     attend_by_segments(model)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
-def make_segment(number: int, length: int, vocabulary: int) -> Segment:
-    """Return a segment of `length` tokens with an image of 8 x 8 merged patches."""
+def make_segment(number: int, length: int, vocabulary: int, image: int = 64) -> Segment:
+    """Return a segment of `length` tokens, `image` of them (a square number) of its image."""
     return random_segment(
         number,
         length,
-        image=8,
+        image=math.isqrt(image),
         image_ids=ImageIds(START, IMAGE, END),
         words=range(2000, vocabulary),
         coord_ids=range(FIRST_COORD, FIRST_COORD + NUM_BINS),
@@ -190,9 +205,8 @@ def measure_update(
 
     Return the median seconds of the rows, the median seconds of the update, and the peak bytes.
     """
-    config = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
     model.zero_grad(set_to_none=True)
-    updater = Optimizer(model, config, Ranks())
+    updater = Optimizer(model, TRAINING, Ranks())
     if row.positions_N.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     rows_s = []
@@ -212,25 +226,95 @@ def measure_update(
     return statistics.median(rows_s[1:]), statistics.median(update_s[1:]), peak
 
 
-def main() -> None:
+def shape_of(model: Any) -> ModelShape:
+    """Return what `ModelShape.read` reads from the model's checkpoint."""
+    text = model.config.text_config
+    vision = model.config.vision_config
+    return ModelShape(
+        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        intermediate=text.intermediate_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        vocabulary=text.vocab_size,
+        vision=VisionShape(
+            vision.hidden_size, vision.depth, vision.intermediate_size, vision.spatial_merge_size**2
+        ),
+    )
+
+
+def estimate_memory(model: Any, row: PackedRow, *, updates: bool) -> Estimate:
+    """Return the preflight's estimate of what torch allocates to learn the row.
+
+    `updates`: for a whole step with an update; else for the row's forward and backward only.
+    """
+    dtype = "bfloat16" if model.dtype is torch.bfloat16 else "float32"
+    run = RunSizes(
+        shape_of(model),
+        ModelSection(path="random", dtype=dtype, gradient_checkpointing=True),
+        TRAINING,
+        LearnerSection(),
+        RolloutMatchingSection(pipeline=PIPELINE),
+        row.num_tokens,
+        adapted_parts=(),
+        num_fresh_tokens=0,
+        may_send_full=False,
+    )
+    images = int((row.inputs.input_ids == IMAGE).sum())
+    estimate = learner_estimate(run, Device(row.positions_N.device.type), image_tokens=images)
+    # torch's allocator does not count the context.
+    parts = dict(estimate.parts) | {CONTEXT: 0}
+    if not updates:
+        # The rows' gradients are in the model's own number type.
+        gradients = run.num_trainable * run.size
+        parts |= {"gradients": gradients, "master weights": 0, "optimizer": 0}
+    return Estimate(estimate.what, parts)
+
+
+def memory_text(peak: float, estimate: Estimate | None) -> str:
+    """Return the measured peak, if there is one, and the estimate."""
+    measured = f"  peak {in_gib(int(peak))}" if peak else ""
+    return measured + ("" if estimate is None else f"  estimated {in_gib(estimate.total)}")
+
+
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
-    parser.add_argument("--tokens", type=int, default=2000, help="length of the row")
-    parser.add_argument("--segment", type=int, default=500, help="length of each segment")
+    parser.add_argument("--tokens", type=int, help="length of the row")
+    parser.add_argument("--segment", type=int, help="length of each segment")
+    parser.add_argument("--image", type=int, help="tokens of each segment's image, a square number")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4, help="rows of the whole step")
+    parser.add_argument("--no-update", action="store_true", help="measure no whole step")
     arguments = parser.parse_args()
+    for name, value in zip(("tokens", "segment", "image"), ROWS[arguments.size], strict=True):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     if arguments.tokens < arguments.segment:
         parser.error(
             f"--tokens {arguments.tokens} is less than one segment (--segment {arguments.segment})"
         )
+    if math.isqrt(arguments.image) ** 2 != arguments.image:
+        parser.error(f"--image {arguments.image} is not a square number, such as 64 or 1024")
+    if arguments.segment < arguments.image + LEAST_TEXT:
+        parser.error(
+            f"--segment {arguments.segment} has no room for --image {arguments.image} and"
+            f" {LEAST_TEXT} tokens of text; lower --image or raise --segment"
+        )
+    return arguments
+
+
+def main() -> None:
+    arguments = read_options()
     device = torch.device(arguments.device)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
     model = make_model(arguments.size, device, dtype)
     segments = [
-        make_segment(n, arguments.segment, model.config.text_config.vocab_size)
+        make_segment(n, arguments.segment, model.config.text_config.vocab_size, arguments.image)
         for n in range(arguments.tokens // arguments.segment)
     ]
     row = collate(
@@ -257,22 +341,25 @@ def main() -> None:
     print(f"{parameters / 1e6:.0f} M parameters, {arguments.dtype} on {device}")
     print(
         f"a row of {row.num_tokens} tokens in {len(segments)} segments, {len(row.positions_N)} of"
-        " them supervised"
+        f" them supervised, each segment with an image of {arguments.image} tokens"
     )
-    for name, (seconds, peak, loss, _) in (("learner/step.py", ours), ("every position", obvious)):
-        memory = f"  peak {peak / 2**30:.1f} GiB" if peak else ""
+    of_row = estimate_memory(model, row, updates=False)
+    measured = (("learner/step.py", ours, of_row), ("every position", obvious, None))
+    for name, (seconds, peak, loss, _), estimate in measured:
         print(
             f"{name:16} {seconds:8.3f} s  {row.num_tokens / seconds:8.0f} tokens/s  loss"
-            f" {loss:.5f}{memory}"
+            f" {loss:.5f}{memory_text(peak, estimate)}"
         )
     print(f"ratio {obvious[0] / ours[0]:.2f}")
-    rows_s, update_s, peak = measure_update(model, row, objectives, arguments)
-    tokens_per_s = arguments.rows * row.num_tokens / (rows_s + update_s)
-    memory = f"  peak {peak / 2**30:.1f} GiB" if peak else ""
-    print(
-        f"a step of {arguments.rows} such rows {rows_s:.3f} s, its update {update_s:.3f} s:"
-        f" {tokens_per_s:.0f} tokens/s{memory}"
-    )
+    tokens_per_s = row.num_tokens / ours[0]
+    if not arguments.no_update:
+        rows_s, update_s, peak = measure_update(model, row, objectives, arguments)
+        tokens_per_s = arguments.rows * row.num_tokens / (rows_s + update_s)
+        print(
+            f"a step of {arguments.rows} such rows {rows_s:.3f} s, its update {update_s:.3f} s:"
+            f" {tokens_per_s:.0f} tokens/s"
+            f"{memory_text(peak, estimate_memory(model, row, updates=True))}"
+        )
     print(
         f"that is {6 * parameters * tokens_per_s / 1e12:.2f} TFLOP/s of the model, at 6 FLOP per"
         " parameter and token"

@@ -87,6 +87,8 @@ class Learner:
         self._config = config
         device = LearnerDevice(torch.device(place.device))
         device.use_full_float32()
+        if config.training.deterministic:
+            device.use_deterministic_kernels()
         self._ranks = join_ranks(
             place,
             rendezvous,

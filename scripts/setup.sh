@@ -183,7 +183,12 @@ main() {
         step "mend torchvision" mend_torchvision
     fi
     step "compile the packages" compile_packages
-    step "check that torchvision and vLLM load" "$VENV/bin/python" -c "import torchvision, vllm"
+    if [[ $extra == gpu ]]; then
+        has_gpu || say "nvidia-smi finds no GPU here, so packages that need its driver are not checked"
+        step "check that what vLLM needs on a GPU loads" "$VENV/bin/python" scripts/check_gpu.py
+    else
+        step "check that torchvision and vLLM load" "$VENV/bin/python" -c "import torchvision, vllm"
+    fi
     if [[ ${2:-} == packages ]]; then
         return
     fi

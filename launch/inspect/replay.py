@@ -3,9 +3,14 @@
     rollmatch replay run=RUN step=7
 
 The learner loads the last full checkpoint before the step, or else the run's model. It trains all
-steps up to the given one on the rollouts in `rollouts/`. The metrics of each step must equal
-`metrics.jsonl` bit for bit. The weights after it must have the digest in `ledger.jsonl`, if the run
-recorded a digest. The exit status is 1 if metrics or weights differ.
+steps up to the given one on the rollouts in `rollouts/`. On a CPU the metrics of each step must
+equal `metrics.jsonl` bit for bit, which they do on the type of processor that the run had. The
+weights after it must have the digest in `ledger.jsonl`, if the run recorded a digest. The exit
+status is 1 if metrics or weights differ.
+
+On a GPU the steps are trained twice, because its kernels may add in another order each time. The
+difference of the two repetitions is the noise, and a metric may differ from the run by
+`NOISE_FACTOR` times the noise. If the repetitions are equal, the run must be too. Not run on a GPU.
 
 The learner runs in this process, so breakpoints in it work. Runs with several learner ranks are
 refused, because one process sums gradients in another order.
@@ -13,13 +18,17 @@ refused, because one process sums gradients in another order.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import math
+import statistics
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field, PositiveInt
@@ -49,6 +58,13 @@ from shared.seeds import request_seed
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts
 from shared.weight_sync.transports import Device, TransportKind
 
+NOISE_FACTOR = 10.0
+"""How many times its noise a metric may differ from the run, if two repetitions differ at all.
+
+The noise is the relative difference of two repetitions, at least the median of all metrics that
+differ: by chance, two repetitions may agree in a metric.
+"""
+
 
 class ReplayOptions(Section):
     run: Annotated[ConfigPath, Field(examples=["outputs/demo"])]
@@ -59,8 +75,21 @@ class ReplayOptions(Section):
     """Full checkpoint to begin from; null: the last before the step, or the run's model."""
 
 
-def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
-    """Train again up to the requested step; yield each step's number and differences from the run.
+class ReplayedStep(NamedTuple):
+    """A step that was trained again, compared with the run."""
+
+    number: int
+    differences: list[str]
+    """A line for each difference from the run; empty if the step is as recorded."""
+    noise: float | None
+    """Median relative difference of the metrics in which two repetitions differ. None: the
+    repetitions are equal, or on a CPU, so the step was compared bit for bit."""
+
+
+def replay(options: ReplayOptions, *, repeats: bool) -> Iterator[ReplayedStep]:
+    """Train again up to the requested step; yield each step's differences from the run.
+
+    `repeats`: train all steps twice, and judge by the noise.
 
     Raises:
         ConfigError: run, step or checkpoint does not exist; the run lacks rollouts or other
@@ -79,14 +108,16 @@ def replay(options: ReplayOptions) -> Iterator[tuple[int, list[str]]]:
         raise ConfigError(f"run: its metrics.jsonl lacks steps {missing}; restore the file")
     examples = _examples(run) if config.algorithm.uses_environment else None
     versions = {number: recorded[number]["weight_version"] for number in numbers}
-    with closing(learn_again(config, run / "rollouts", versions, examples)) as reports:
+    learn = partial(learn_again, config, run / "rollouts", versions, examples)
+    repetition: dict[int, StepReport] = {}
+    if repeats:
+        repetition = {report.number: report for report in learn()}
+        gc.collect()  # the GPU has no room for two models
+        torch.cuda.empty_cache()
+    with closing(learn()) as reports:
         for report in reports:
-            differences = _differences(recorded[report.number], report.metrics)
-            # The weights show differences in the last bits that metrics may hide.
-            was, now = weights.get(report.number), report.digests.get("weights")
-            if None not in (was, now) and was != now:
-                differences.append(f"weights after the update: {was} recorded, {now} now")
-            yield report.number, differences
+            number = report.number
+            yield _compared(recorded[number], weights.get(number), report, repetition.get(number))
 
 
 def _examples(run: Path) -> ExampleCounts:
@@ -150,18 +181,65 @@ def _placement(run: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
-def _differences(recorded: Mapping[str, object], learned: Mapping[str, float]) -> list[str]:
-    """Return a line for each metric that differs from the recorded one."""
-    names = [
+def _compared(
+    recorded: Mapping[str, object],
+    recorded_weights: str | None,
+    report: StepReport,
+    repetition: StepReport | None,
+) -> ReplayedStep:
+    """Compare a step with the run.
+
+    Args:
+        recorded: the run's line of metrics.
+        recorded_weights: the digest of the weights after the step; None if it was not recorded.
+        repetition: the same step, trained another time; None on a CPU.
+    """
+    weights = report.digests.get("weights")
+    noise: dict[str, float] = {}
+    has_noise = False
+    if repetition is not None:
+        values = report.metrics
+        noise = {
+            name: _relative(values.get(name), repetition.metrics.get(name))
+            for name in _learned_names(values, repetition.metrics)
+        }
+        has_noise = any(noise.values()) or weights != repetition.digests.get("weights")
+    typical = statistics.median([value for value in noise.values() if value] or [0.0])
+    lines = []
+    for name in _learned_names(recorded, report.metrics):
+        was, now = recorded.get(name), report.metrics.get(name)
+        relative = _relative(was, now)
+        of_metric = max(noise.get(name, 0.0), typical)
+        if relative > NOISE_FACTOR * of_metric:
+            line = f"{name}: {was} recorded, {now} now"
+            if math.isfinite(relative):
+                line += f", relative difference {relative:.1e}"
+            if has_noise:
+                line += f", noise {of_metric:.1e}"
+            lines.append(line)
+    # The weights show differences in the last bits that metrics may hide.
+    if not has_noise and None not in (recorded_weights, weights) and recorded_weights != weights:
+        lines.append(f"weights after the update: {recorded_weights} recorded, {weights} now")
+    return ReplayedStep(report.number, lines, typical if has_noise else None)
+
+
+def _learned_names(*metrics: Mapping[str, object]) -> list[str]:
+    """Return the names of the metrics that a replay computes again."""
+    return [
         name
-        for name in dict.fromkeys((*recorded, *learned))
+        for name in dict.fromkeys(itertools.chain(*metrics))
         if "/" in name and not name.startswith(NOT_LEARNED) and not name.endswith("_s")
     ]
-    return [
-        f"{name}: {recorded.get(name)} recorded, {learned.get(name)} now"
-        for name in names
-        if recorded.get(name) != learned.get(name)
-    ]
+
+
+def _relative(one: object, other: object) -> float:
+    """Return the difference, relative to the larger value: 0 if equal, infinite if not numbers."""
+    if one == other:
+        return 0.0
+    if not (isinstance(one, int | float) and isinstance(other, int | float)):
+        return math.inf
+    relative = abs(one - other) / max(abs(one), abs(other))
+    return math.inf if math.isnan(relative) else relative
 
 
 def learn_again(
@@ -299,11 +377,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     differs = False
     with explained(make_console(stderr=True)):
         options = read_arguments(ReplayOptions, sys.argv[1:] if arguments is None else arguments)
-        for step, differences in replay(options):
-            print(f"step {step:6d}  {'differs' if differences else 'equal, to the bit'}")
-            for line in differences:
+        for step in replay(options, repeats=torch.cuda.is_available()):
+            equal = "equal, to the bit"
+            if step.noise is not None:
+                equal = f"equal within {NOISE_FACTOR:g} times the noise ({step.noise:.1e})"
+            print(f"step {step.number:6d}  {'differs' if step.differences else equal}")
+            for line in step.differences:
                 print(escaped(f"             {line}"))
-            differs = differs or bool(differences)
+            differs = differs or bool(step.differences)
     sys.exit(int(differs))
 
 

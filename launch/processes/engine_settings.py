@@ -39,6 +39,7 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
         kv_cache_memory_bytes=cache,
         gpu_memory_utilization=vllm.resolved_gpu_memory_utilization,
         enforce_eager=vllm.enforce_eager,
+        is_deterministic=config.training.deterministic,
         max_images_per_prompt=images.max_per_prompt,
         max_image_pixels=images.max_pixels,
         max_pixels=config.data.max_pixels,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -159,6 +161,12 @@ def attend_in_one_call(
 
     Not tested on a GPU.
     """
+    options: dict[str, Any] = {}
+    group_size = query.shape[1] // key.shape[1]
+    if group_size > 1 and _takes_groups(varlen_attn):
+        options["enable_gqa"] = True
+    elif group_size > 1:
+        key, value = (tensor.repeat_interleave(group_size, dim=1) for tensor in (key, value))
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -169,7 +177,16 @@ def attend_in_one_call(
         segments.longest,
         scale=scaling,
         window_size=(-1, 0) if causal else (-1, -1),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     assert isinstance(attended, torch.Tensor), "the log-sum-exp was not requested"
     return attended[None]
+
+
+@cache
+def _takes_groups(attention: Callable[..., Any]) -> bool:
+    """Return whether torch's `varlen_attn` lets several queries share keys (torch 2.12 or later).
+
+    The benchmarks for a GPU run with torch 2.11 too.
+    """
+    return "enable_gqa" in signature(attention).parameters

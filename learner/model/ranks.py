@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from shared.weight_sync.transports import Device, TransportKind
 BUCKET_ELEMENTS = 2**24
 """Number of gradient elements that are summed at once: 64 MiB in float32."""
 GROUP_NAME = "rollmatch.learner"
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""The environment variable of cuBLAS for its workspaces. Deterministic products need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,19 @@ class LearnerDevice:
             # packages do, would then raise.
             torch.set_float32_matmul_precision("highest")
             torch.backends.cudnn.allow_tf32 = False
+
+    def use_deterministic_kernels(self) -> None:
+        """Let a GPU compute the same bits each time; an operation that cannot raises RuntimeError.
+
+        It applies to the process, and must be called before CUDA starts.
+        """
+        if self.device.type != "cuda":
+            return
+        # cuBLAS reads it when it starts. By default its products may use any free workspace, whose
+        # size decides the order of sums.
+        assert CUBLAS_WORKSPACE in os.environ or not torch.cuda.is_initialized(), "CUDA has started"
+        os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
     def wait(self) -> None:
         """Wait until the device has finished all work that this thread has queued on it.

@@ -62,6 +62,8 @@ class EngineSettings:
     """Size of the key-value cache; None: determined by `gpu_memory_utilization`. On CPU set it, or
     the engine may refuse to start while other processes use memory."""
     enforce_eager: bool = True
+    is_deterministic: bool = False
+    """Whether answers on a GPU must not depend on the batch. On CPU they never do."""
     worker_extension: str = "rollout_actors.weight_sync.worker.VerifyingWorker"
     """Class mixed into vLLM's worker, as `module.Class`: the default or a subclass of it."""
     repeat_guard: RepeatGuardSettings | None = None
@@ -256,6 +258,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         if settings.dtype == "float32":
             # vLLM's other attention kernels refuse float32, and Triton's would use TF32 by default.
             common["TRITON_F32_DEFAULT"] = "ieee"
+        if settings.is_deterministic:
+            common["VLLM_BATCH_INVARIANT"] = "1"
         return common
     return common | {
         # the worker runs in the engine's core process: half the start-up time

@@ -193,6 +193,12 @@ class TrainingSection(Section):
     """Number of rollouts (of environments: segments) after which full packed rows are built and
     learned. Rollouts are taken in index order. Segments that fill no row wait for the next rows of
     the step. No effect under `stage2_rollout_aligned`, which builds one row per micro-step."""
+    deterministic: bool = False
+    """Compute with kernels that repeat to the bit on a GPU: torch's deterministic algorithms in the
+    learner, vLLM's batch-invariant kernels in the engines that the run starts (servers need
+    `VLLM_BATCH_INVARIANT=1`). The price: slower engines, a slower backward of attention that needs
+    more memory, GPUs of compute capability 9.0 or later, and an error if torch has no such kernel.
+    No effect on CPU, where runs repeat anyway. Not run on a GPU."""
 
     @field_validator("max_steps")
     @classmethod

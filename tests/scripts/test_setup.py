@@ -181,3 +181,38 @@ def test_the_build_of_torch_that_pip_does_not_find_is_asked_of_pytorch_s_index_b
     first, last = done.stdout.splitlines()[-1].split(" --extra-index-url ")
     assert first.endswith("--require-hashes -r .venv/locked.txt")
     assert last == re.findall(r"TORCH_CPU_INDEX=(\S+)", SETUP.read_text())[0]
+
+
+STEPS = """\
+source "$1"
+for name in require_own_venv require_locked_machine find_python require_system_packages pip locked \
+    configure_uv python3.11; do eval "$name() { :; }"; done
+has_gpu() { false; }
+say() { echo "says $*"; }
+step() { echo "${@:2}"; }
+main "$2" packages
+"""
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_the_last_step_imports_what_an_engine_needs_on_the_kind_of_machine(machine, extra):
+    machine.add(f"locks/{extra}.txt")
+    machine.add("pyproject.toml")
+    for name in ("cat", "rm", "sha256sum"):
+        (machine.programs / name).symlink_to(f"/usr/bin/{name}")
+    machine.add("scripts/torchvision_cpu_hook.py")
+    machine.add(".venv/bin/python")
+    path = str(machine.programs)
+    done = subprocess.run(
+        ["/bin/bash", "-c", STEPS, "a test", str(machine.script), extra],
+        cwd=machine.folder,
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    *_, before, last = done.stdout.splitlines()
+    checks = {"cpu": "-c import torchvision, vllm", "gpu": "scripts/check_gpu.py"}
+    assert last == f".venv/bin/python {checks[extra]}"
+    assert ("finds no GPU here" in before) == (extra == "gpu")

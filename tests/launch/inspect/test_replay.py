@@ -14,10 +14,12 @@ from resumable_run import start
 from trajectory_support import picture
 from transformers import AutoProcessor
 
-from launch.inspect.replay import ReplayOptions, main, replay
+from launch.inspect.replay import ReplayOptions, _compared, main, replay
 from learner.rollout_logs.trajectories import read_step
 from learner.segments import decode_image
+from shared.config.pipeline import Channel
 from shared.errors import ConfigError
+from shared.metrics import StepReport
 from shared.records import ImageRef
 from shared.run_files import read_lines
 from shared.trajectory import TrainingExample
@@ -57,8 +59,10 @@ def copy(whole, tmp_path):
     return tmp_path / "copy"
 
 
-def replayed(run: Path, step: int, **options) -> dict[int, list[str]]:
-    return dict(replay(ReplayOptions(run=run, step=step, **options)))
+def replayed(run: Path, step: int, *, repeats=False, **options) -> dict[int, list[str]]:
+    steps = list(replay(ReplayOptions(run=run, step=step, **options), repeats=repeats))
+    assert all(step.noise is None for step in steps), "a CPU repeats to the bit"
+    return {step.number: step.differences for step in steps}
 
 
 def test_a_step_is_learned_again_to_the_bit_from_the_checkpoint_before_it(whole):
@@ -69,6 +73,52 @@ def test_a_step_is_learned_again_to_the_bit_from_the_checkpoint_before_it(whole)
 
 def test_without_a_checkpoint_before_the_step_it_is_learned_from_the_runs_model(whole):
     assert replayed(whole, 2) == {1: [], 2: []}
+
+
+def test_a_step_that_is_learned_twice_as_on_a_gpu_is_compared_exactly_if_it_repeats(copy):
+    edit_line(copy / "metrics.jsonl", 1, lambda line: line.update({"optim/learning_rate": 1.0}))
+    steps = replayed(copy, 2, repeats=True)
+    assert steps[1] == []
+    (difference,) = steps[2]
+    assert re.search(r"^optim/learning_rate: 1\.0 recorded, .*, relative difference \d", difference)
+
+
+def learned(
+    loss: float, *, norm: float = 2.0, found: float = 7.0, weights: str = "a"
+) -> StepReport:
+    metrics = {"loss/total": loss, "optim/grad_norm": norm, "rollout/objects": found}
+    return StepReport(0, Channel.B, 1, metrics, (), {"weights": weights})
+
+
+@pytest.mark.parametrize(
+    ("recorded", "repetition", "differing"),
+    [
+        # Without noise everything must be equal.
+        (learned(1.0), learned(1.0), []),
+        (learned(1.0 + 1e-9), learned(1.0), ["loss/total"]),
+        (learned(1.0, weights="b"), learned(1.0), ["weights"]),
+        # The loss repeats with 1e-6, and may differ by ten times as much. The norm and the count
+        # happen to be equal in both repetitions, and may differ by as much as the loss.
+        (learned(1.0 + 9e-6), learned(1.0 + 1e-6), []),
+        (learned(1.0 + 1.2e-5), learned(1.0 + 1e-6), ["loss/total"]),
+        (learned(1.0, norm=2.0 + 1.8e-5), learned(1.0 + 1e-6), []),
+        (learned(1.0, norm=2.0 + 2.2e-5), learned(1.0 + 1e-6), ["optim/grad_norm"]),
+        (learned(1.0, found=8.0), learned(1.0 + 1e-6), ["rollout/objects"]),
+        # A noisy metric does not excuse another.
+        (learned(1.0, norm=2.1), learned(1.0 + 1e-6, norm=2.1), []),
+        (learned(1.001), learned(1.0 + 1e-6, norm=2.0 + 4e-6), ["loss/total"]),
+        # If the weights do not repeat, those of the run say nothing.
+        (learned(1.0, weights="b"), learned(1.0, weights="c"), []),
+    ],
+)
+def test_on_a_gpu_a_metric_may_differ_by_ten_times_what_it_differs_between_two_repetitions(
+    recorded, repetition, differing
+):
+    again = learned(1.0)
+    step = _compared(recorded.metrics, recorded.digests["weights"], again, repetition)
+    assert [re.split("[: ]", line)[0] for line in step.differences] == differing
+    repeats = (again.metrics, again.digests) == (repetition.metrics, repetition.digests)
+    assert (step.noise is None) == repeats
 
 
 def test_nothing_of_the_run_changes(whole):

@@ -16,6 +16,7 @@ from launch.processes.placement import Resources, plan_placement
 from launch.processes.rollout_client import RankRolloutClient
 from launch.processes.rounds import RoundSize
 from rollout_actors.backends.colocate import colocate_tensor_parallel
+from rollout_actors.engine.settings import engine_environment
 from rollout_actors.warm import warm_python
 from shared.config.algorithm import TeacherSection
 from shared.config.job import TimeoutsSection
@@ -219,6 +220,18 @@ def test_an_engine_decodes_no_more_than_decode_batch_size_for_each_of_its_device
     assert (settings.max_images_per_prompt, settings.device) == (2, Device.CPU)
     two = config(**SIZED, **{f"{ACTORS}__tensor_parallel_size": 2})
     assert settings_on_cpu(two).max_num_seqs == 12
+
+
+@pytest.mark.parametrize("nodes", [CPUS, GPUS])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_deterministic_run_asks_engines_on_gpus_for_kernels_that_ignore_the_batch(
+    config, nodes, is_set
+):
+    changes = {"training__deterministic": True} if is_set else {}
+    run = config(**SIZED, **changes)
+    settings = settings_of_run(run, plan_placement(run, nodes), ImageNeeds())
+    variable = engine_environment(settings).get("VLLM_BATCH_INVARIANT")
+    assert variable == ("1" if is_set and nodes is GPUS else None)
 
 
 @pytest.mark.parametrize(("changes", "fraction"), [(COLOCATE, 0.45), ({}, 0.85)])

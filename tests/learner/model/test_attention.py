@@ -281,3 +281,38 @@ def test_one_call_for_all_segments_gives_what_one_call_for_each_does(
     by_one = attend_in_one_call(query, key, value, segments, scaling=0.3, causal=causal)
     by_each, _ = segment_attention(layer, query, key, value, segments, scaling=0.3)
     torch.testing.assert_close(by_one, by_each, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_torch_whose_kernel_takes_no_groups_gets_repeated_keys_and_gives_the_same(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_torch_2_11(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        # Refuses heads of different numbers.
+        of_segments = (cu_seq_q, cu_seq_k, max_q, max_k)
+        options: Any = {"scale": scale, "window_size": window_size}
+        return varlen_by_hand(query, key, value, *of_segments, **options)
+
+    def attended(varlen: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """The output, and the gradients of query, key and value."""
+        monkeypatch.setattr(learner.model.attention, "varlen_attn", varlen)
+        draw = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(1, h, 9, 8, generator=draw).requires_grad_() for h in (6, 2, 2)]
+        segments = RowBorders(torch.tensor([0, 2, 3, 9], dtype=torch.int32), 6)
+        output = attend_in_one_call(*tensors, segments, scaling=0.3, causal=causal)
+        weights = torch.randn(output.shape, generator=draw)
+        return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
+
+    for ours, expected in zip(attended(of_torch_2_11), attended(varlen_by_hand), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-6)

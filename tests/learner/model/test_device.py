@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from launch.processes import learner_client
 from launch.processes.learner_client import LearnerCall, LearnerClient, RayRanks
+from learner.learner import Learner
 from learner.model.adapters import NAME
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.checkpoint_folder import BaseFiles
@@ -31,8 +33,8 @@ from learner.weight_sync.publisher import WeightPublisher
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.engine import ray_calls
 from shared.config.job import TimeoutsSection
-from shared.errors import CollectiveError, LearnerError, LostLearnerError
-from shared.weight_sync.transports import Device
+from shared.errors import CollectiveError, ConfigError, LearnerError, LostLearnerError
+from shared.weight_sync.transports import Device, TransportKind
 
 CPU = torch.device("cpu")
 
@@ -242,6 +244,47 @@ def test_the_rank_that_ended_long_before_nccl_gave_up_waiting_is_the_one_that_fa
         learner.finish_step()
     assert isinstance(caught.value, CollectiveError) == is_victim
     assert ("lost a peer" in str(caught.value)) == is_victim
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[bool, str | None]]]:
+    """Whether torch uses deterministic kernels, and cuBLAS's variable, both unset at first."""
+    variable = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(variable, "")  # so that it is removed after the test
+    del os.environ[variable]
+    yield lambda: (torch.are_deterministic_algorithms_enabled(), os.environ.get(variable))
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_gpu_repeats_to_the_bit_after_cublas_was_given_its_workspaces(
+    kernels: Callable[[], tuple[bool, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LearnerDevice(CPU).use_deterministic_kernels()
+    assert kernels() == (False, None), "a CPU repeats anyway"
+    gpu = LearnerDevice(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="CUDA has started"):
+        gpu.use_deterministic_kernels()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    gpu.use_deterministic_kernels()
+    assert kernels() == (True, ":4096:8")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    gpu.use_deterministic_kernels()
+    assert kernels() == (True, ":16:8"), "the user's other value"
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_learner_asks_for_such_kernels_before_it_loads_its_model(
+    kernels: Callable[[], tuple[bool, str | None]],
+    precisions: Callable[[], set[str]],
+    is_set: bool,
+    tmp_path: Path,
+) -> None:
+    config = configuration(tmp_path, tmp_path, tmp_path, training__deterministic=is_set)
+    place = RankTopology(TransportKind.NCCL, (), device=Device.CUDA)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        Learner(config, place)
+    assert kernels()[0] == is_set
 
 
 @pytest.fixture
