@@ -274,6 +274,21 @@ def test_the_sender_of_buckets_has_no_row_meanwhile(sizes, shape):
     assert many[BUCKETS] == 2 * ((256 << 20) + 4 * 10**9) - row
 
 
+def test_the_sender_of_shards_gathers_a_tensor_beside_its_buckets_and_no_layers_meanwhile(
+    sizes, shape
+):
+    large = {f"model.language_model.layers.{i}.w.weight": (10**8,) for i in range(3, 20)}
+    of = replace(shape, parameters=dict(shape.parameters) | large)
+    settings = {"rollout_matching__vllm__sync": {"bucket_bytes": 10**10}}
+    sharded = {"learner__world_size": 2, "learner__parallel": "fsdp"}
+    whole, shards = (
+        learner_estimate(sizes(of, **settings, **changes), Device.CUDA, TransportKind.NCCL).parts
+        for changes in ({}, sharded)
+    )
+    less_row = whole["temporary tensors of a backward"] - shards["temporary tensors of a backward"]
+    assert shards[BUCKETS] - whole[BUCKETS] == 4 * 10**8 - shards[GATHERED] + less_row
+
+
 def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_not_tried(config):
     """Qwen3-VL-4B with float32 masters, rows of 12,000 tokens: 74.5 GiB are exact, and 7.9 GiB are
     estimated, by a quarter too much at the most."""
