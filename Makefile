@@ -45,13 +45,16 @@ lock: setup
 foreign: setup
 	@scripts/foreign.sh
 
-# A run of an experiment with a name. outputs/demo/last_NAME is a link to its folder.
+# A run of an experiment with a name, and overrides. outputs/demo/last_NAME is a link to its folder.
 RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
-    $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(2) telemetry.run_dir=$$run && \
+    $(PYTHON) -m launch.train +experiment=$(1) telemetry.name=$(2) telemetry.run_dir=$$run $(3) && \
     ln -sfn ../../$$run outputs/demo/last_$(2)
 
+# Three actors and a learner take four GPUs. With fewer, the engine shares the learner's. (Without GPUs all share the CPU.)
+ON_FEW_GPUS = $(if $(filter 1 2 3,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')),backend=colocate)
+
 demo: setup
-	@$(call RUN,stage2_3v1,demo)
+	@$(call RUN,stage2_3v1,demo,$(ON_FEW_GPUS))
 	@$(call RUN,control,control)
 	@$(ROLLMATCH) demo picture --run outputs/demo/last_demo outputs/demo/last_control
 	@$(ROLLMATCH) demo compare outputs/demo/last_demo outputs/demo/last_control
@@ -60,11 +63,11 @@ smollm: setup
 	@scripts/smollm.sh
 
 demo-agent: smollm
-	@$(call RUN,agent_sums,agent)
+	@$(call RUN,agent_sums,agent,$(ON_FEW_GPUS))
 	@$(ROLLMATCH) demo picture --run outputs/demo/last_agent
 
 aligned: setup
-	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 telemetry.name=aligned
+	@$(PYTHON) -m launch.train +experiment=rollout_aligned_3v1 telemetry.name=aligned $(ON_FEW_GPUS)
 
 lint: setup
 	@$(LINT)

@@ -30,7 +30,7 @@ from launch.checks.data import (
 )
 from launch.checks.host import path_problems, version_problems, vllm_import
 from launch.checks.hub import fetched_model
-from launch.checks.learner_memory import host_estimate, learner_estimate
+from launch.checks.learner_memory import LOADED, host_estimate, learner_estimate
 from launch.checks.memory import (
     DeviceMemory,
     Estimate,
@@ -198,8 +198,7 @@ def preflight(
         report.attempt(lambda: _require_offload(rollouts, config.learner, placement))
         if shape is not None:
             report.collect(engine_family_problems(config.model, rollouts, placement.device))
-            memory = memory_of(placement.device)
-            report.collect(_memory(config, placement, shape, memory, nodes, report.lines))
+            report.collect(_memory(config, placement, shape, memory_of, nodes, report.lines))
             images = ImageNeeds() if report.facts is None else report.facts.images
             expected = settings_of_run(config, placement, images)
 
@@ -437,7 +436,7 @@ def _memory(
     config: RunConfig,
     placement: Placement,
     shape: ModelShape,
-    memory: DeviceMemory | None,
+    memory_of: Callable[[Device], DeviceMemory | None],
     nodes: Sequence[Resources],
     lines: list[str],
 ) -> Iterator[str]:
@@ -446,6 +445,7 @@ def _memory(
     Append the estimates to `lines` and, if there is too little memory, settings that need less.
     """
     num_nodes = len(nodes)
+    memory = memory_of(placement.device)
     sizes = RunSizes.of(config, shape)
     learner = learner_estimate(sizes, placement.device, placement.transport)
     lines.append(f"memory    {learner.describe()}")
@@ -476,25 +476,22 @@ def _memory(
             yield f"{key}: the cache cannot hold one sequence; raise it, or lower global_max_length"
     if needs.synced:
         lines.append(f"memory    weights in shared memory during a sync: {in_gib(needs.synced)}")
-    machine = device_memory(Device.CPU)
+    machine = memory_of(Device.CPU)
 
-    def exceeds_host(changed: RunSizes, num_ranks: int) -> bool:
-        needed = host_estimate(changed).total * num_ranks
-        return num_nodes == 1 and machine is not None and needed > machine.total
+    def host_of(run: RunSizes, place: Placement) -> Estimate:
+        return host_estimate(run, len(place.ranks) if num_nodes == 1 else 1)
 
-    if not on_cpu and (host := host_estimate(sizes)).total:
+    def exceeds_host(needed: Estimate) -> bool:
+        # On several nodes it is not known how many ranks share one.
+        return num_nodes == 1 and machine is not None and needed.total > machine.total
+
+    if not on_cpu:
+        host = host_of(sizes, placement)
         lines.append(f"memory    {host.describe()}")
-        num_ranks = len(placement.ranks)
-        if machine is not None and exceeds_host(sizes, num_ranks):
-            key, remedy = "model.activation_offload", "set it to false"
-            if config.training.optimizer == "adamw_offload":
-                key, remedy = "training.optimizer", "set it to adamw_bnb_8bit"
-                if config.model.activation_offload:
-                    remedy += ", or model.activation_offload: false"
-            yield (
-                f"{key}: {host.describe()}; {num_ranks} ranks: {in_gib(host.total * num_ranks)},"
-                f" but this machine or its container has {in_gib(machine.total)}; {remedy}"
-            )
+        if machine is not None and exceeds_host(host):
+            key, remedy = _smaller_host(config, host)
+            has = f"this machine or its container has {in_gib(machine.total)}"
+            yield f"{key}: {host.describe()}, but {has}; {remedy}"
     if num_nodes > 1 and on_cpu:
         unknown = f"it is not known on which of the {num_nodes} nodes a process will run"
         lines.append(f"memory    not compared: {unknown}")
@@ -509,21 +506,38 @@ def _memory(
         def fitting(changed: RunConfig) -> Estimate | None:
             try:
                 place = plan_placement(changed, nodes)
+                _require_offload(changed.rollout_matching, changed.learner, place)
                 other = RunSizes.of(changed, shape)
                 needs = _needs(other, place, memory)
             except ConfigError:
-                return None  # not enough GPUs for that many ranks
+                return None  # not enough GPUs for that many ranks, or shards that would be moved
             if memory.problems(needs) or memory.warnings(needs):
                 return None
-            if not on_cpu and exceeds_host(other, len(place.ranks)):
+            if not on_cpu and exceeds_host(host_of(other, place)):
                 return None
             return needs.shared or needs.learner
 
-        fits = proposals(config, fitting)
+        unused = Resources.sum(nodes).gpus - Resources.sum(placement.bundles).gpus
+        fits = proposals(config, fitting, idle_gpus=int(unused))
         lines += (f"memory    fits with {one.describe()}" for one in fits)
         if not fits:
             lines.append("memory    no memory-saving setting of the learner makes it fit")
     yield from problems
+
+
+def _smaller_host(config: RunConfig, host: Estimate) -> tuple[str, str]:
+    """Return the key to change if the learner ranks need so much host memory, and how."""
+    if LOADED in host.parts:
+        if config.learner.world_size > 1:
+            remedy = "lower it, or join a cluster of more nodes with cluster.address"
+            return "learner.world_size", f"each rank loads the whole model; {remedy}"
+        return "model.path", "choose a smaller model, or a machine with more memory"
+    if config.training.optimizer != "adamw_offload":
+        return "model.activation_offload", "set it to false"
+    remedy = "set it to adamw_bnb_8bit"
+    if config.model.activation_offload:
+        remedy += ", or model.activation_offload: false"
+    return "training.optimizer", remedy
 
 
 if __name__ == "__main__":

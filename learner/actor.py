@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -35,6 +36,8 @@ class EngineHost:
 
     It implements `shared.protocols.BackendHost`.
     """
+
+    updates_next = False
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         """Raises ConfigError if `rollout_matching.offload` is not possible on this device.
@@ -108,9 +111,13 @@ class LearnerRank:
     loaded: Learner | None = None
     """The learner with its model; None before `start`."""
     backend: RankBackend | None = None
+    _host: EngineHost | None = None
+    """What the backend sees of the learner; None without a backend."""
     _rendezvous: Rendezvous | None = None
     _requests: Sequence[Any] = ()
     """Requests of the latest step, refill or held-out report."""
+    _num_left: float = math.inf
+    """Number of these that are not answered yet; infinite if an update may not follow them."""
 
     def __init__(
         self, shelf: PictureShelf, get: Callable[[list[Any]], list[Mapping[str, np.ndarray]]]
@@ -150,18 +157,21 @@ class LearnerRank:
         topology = replace(topology, address=_node_address(config))
         self.loaded = Learner(config, topology, self._rendezvous, examples)
         if make_backend is not None:
-            self.backend = make_backend(EngineHost(config, self.learner))
+            self._host = EngineHost(config, self.learner)
+            self.backend = make_backend(self._host)
         learner = self.learner
         return Started(
             torch.get_num_threads(), learner.publisher.offers_adapter, learner.row_difference
         )
 
-    def begin(self, requests: Sequence[Any]) -> int:
+    def begin(self, requests: Sequence[Any], *, updates_next: bool) -> int:
         """Keep the requests of a step, of its refill round or of a held-out report.
 
         Return the number of requests. The driver then fetches them with the method `requests`.
+        `updates_next`: once they are answered, the step's update comes before further requests.
         """
         self._requests = requests
+        self._num_left = len(requests) if updates_next else math.inf
         return len(requests)
 
     def requests(self, first: int, stop: int) -> SentRequests:
@@ -181,6 +191,9 @@ class LearnerRank:
         indices into the requests of all `objects`, joined in order.
         """
         assert self.backend is not None, "this rank was started without a backend"
+        assert self._host is not None, "made with the backend"
+        self._num_left -= len(places)
+        self._host.updates_next = self._num_left == 0
         return self.backend.generate(SentRequests.chosen(objects, places).with_data(self._get))
 
     def receive_weights(self, offer: WeightOffer) -> SyncReport:

@@ -194,11 +194,20 @@ class BackendHost(Protocol):
         """
         ...
 
-    def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
-        """Move the learner's tensors off the device while the context is open, to free its memory.
+    @property
+    def updates_next(self) -> bool:
+        """Whether the learner changes its weights before it asks for further rollouts.
 
-        `rollout_matching.offload` names the parts to move. `model` False: the model itself stays,
-        because the engine is about to read it.
+        It is read when rollouts are complete. If it is true, a weight sync comes before the next
+        rollouts, so the engine's weights are not used again.
+        """
+        ...
+
+    def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
+        """Free the device's memory for the engine while the context is open.
+
+        Tensors that `rollout_matching.offload` names are moved off the device. `model` False: the
+        model itself stays, because the engine is about to read it.
         """
         ...
 

@@ -23,6 +23,8 @@ LEAST_8BIT = 4096
 _EMBEDDINGS = ("embed_tokens", "pos_embed")
 """Modules whose optimizer moments bitsandbytes keeps in 32 bits."""
 MOMENT = "temporary tensors of a backward"
+LOADED = "whole models"
+"""Part of the host memory that learner ranks need while they load."""
 
 
 def learner_estimate(
@@ -42,8 +44,12 @@ def learner_estimate(
     ranks = run.learner.world_size if run.learner.is_sharded else 1
     with_rows = max(map(math.prod, run.shapes_with_rows()), default=0)
     of_a_row = _row_parts(run, device, image_tokens)
-    # While weights are sent, no row is computed.
-    buckets = max(0, bucket_bytes(run, transport) - sum(of_a_row.values()))
+    gathered = _gathered_bytes(run)
+    # While weights are sent, no row is computed. Shards are gathered into one tensor at a time.
+    of_sync = bucket_bytes(run, transport)
+    if run.learner.is_sharded:
+        of_sync += size * max(map(math.prod, run.shape.parameters.values()))
+    buckets = max(0, of_sync - sum(of_a_row.values()) - gathered)
     of_update = {
         # Shards are always float32, whatever a forward computes in: they are the master weights.
         "master weights": trainable * 4 if size == 2 and not run.learner.is_sharded else 0,
@@ -65,7 +71,7 @@ def learner_estimate(
             REFERENCE: _reference_bytes(run) // ranks,
             # peft computes with a copy that contains the rows, and the copy has a gradient.
             "copies of an embedding with trained rows": 2 * size * with_rows,
-            "gathered from shards": _gathered_bytes(run),
+            "gathered from shards": gathered,
             **of_a_row,
             BUCKETS: buckets,
             CONTEXT: CUDA_CONTEXT if device is Device.CUDA else 0,
@@ -73,8 +79,28 @@ def learner_estimate(
     )
 
 
-def host_estimate(run: RunSizes) -> Estimate:
-    """Estimate the host memory that a learner rank on a GPU uses for offloading."""
+def host_estimate(run: RunSizes, num_ranks: int) -> Estimate:
+    """Estimate the host memory of a machine with this number of learner ranks on GPUs.
+
+    It is the larger of two needs: each rank loads the whole model into host memory, with fsdp in
+    float32; later the ranks offload, and those that send weights gather them there from shards.
+    """
+    plural = "" if num_ranks == 1 else "s"
+    what = f"host memory of {num_ranks} learner rank{plural}"
+    loading = {LOADED: num_ranks * run.shape.num_parameters * run.weight_size}
+    learning = {name: num_ranks * size for name, size in _offloaded_parts(run).items()}
+    if run.learner.is_sharded:
+        num_senders = num_ranks if run.rollouts.in_learner else 1
+        learning["weights gathered for a sync"] = num_senders * run.shape.num_parameters * run.size
+    return max(
+        Estimate(f"{what}, while the model is loaded", loading),
+        Estimate(f"{what}, during the training", learning),
+        key=lambda estimate: estimate.total,
+    )
+
+
+def _offloaded_parts(run: RunSizes) -> dict[str, int]:
+    """Return the bytes that a learner rank on a GPU offloads to host memory, by their use."""
     parts = {}
     if run.training.optimizer == "adamw_offload":
         parts["masters, gradients and moments"] = 16 * run.num_trainable
@@ -85,7 +111,7 @@ def host_estimate(run: RunSizes) -> Estimate:
             patches = tokens * run.shape.vision.patches_per_token
             numbers += run.shape.vision.layers * patches * run.shape.vision.hidden
         parts["inputs of layers"] = numbers * run.size
-    return Estimate("host memory of a learner rank", parts)
+    return parts
 
 
 def _weight_bytes(run: RunSizes) -> int:

@@ -17,14 +17,18 @@ from launch.checks.model_shape import (
 )
 from launch.processes.placement import Placement
 from learner.host_memory import container_limits, in_gib
+from rollout_actors.engine.settings import batched_tokens
 from shared.weight_sync.transports import BUCKET_BYTES, Device, TransportKind
 
 CACHE_BLOCK = 128
 """Most tokens per block of vLLM's KV cache: of a model with a state, on CPU."""
 CUDA_CONTEXT = 768 << 20
 """GPU bytes of a process before its first tensor (kernels, workspaces): a round number."""
-BATCHED_TOKENS = {"colocate": 16384, "actors": 2048}
-"""Maximum tokens of an engine's forward pass, by `vllm.mode`: defaults of vLLM 0.32."""
+CPU_BATCHED_TOKENS = {"colocate": 4096, "actors": 2048}
+"""Maximum tokens of an engine's forward pass on CPU, by `vllm.mode`: defaults of vLLM 0.32.
+
+A longer prompt is processed in one pass too, because prefill is not chunked there.
+"""
 COPIES = {
     TransportKind.NCCL: 2,  # one being sent, and one being packed or loaded
     TransportKind.IPC: 1,  # the shared bucket
@@ -128,7 +132,10 @@ def engine_estimate(
     if (vision := shape.vision) is not None:
         numbers = max(numbers, vision.layer_numbers_per_patch * vision.patches_per_token)
     sequences = run.rollouts.decode_batch_size * devices
-    tokens = min(BATCHED_TOKENS[vllm.mode], sequences * run.longest_request)
+    tokens = batched_tokens(sequences, run.longest_request)
+    if device is Device.CPU:
+        tokens = max(CPU_BATCHED_TOKENS[vllm.mode], run.longest_request)
+        tokens = min(tokens, sequences * run.longest_request)
     parts = {
         "weights": shape.num_parameters * run.size // devices,
         "activations of a forward": numbers * tokens * run.size,

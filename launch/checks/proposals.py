@@ -40,12 +40,15 @@ class Proposal:
         return f"{' '.join(self.overrides)}: {self.estimate.describe()}"
 
 
-def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]) -> list[Proposal]:
+def proposals(
+    config: RunConfig, fitting: Callable[[RunConfig], Estimate | None], *, idle_gpus: int = 0
+) -> list[Proposal]:
     """Return at most `MOST` sets of changes with which the run fits into memory, cheapest first.
 
-    Possible changes are, by rising cost: those in `_FIXED`, shorter rows, an adapter. Each change
-    counts as more expensive than all cheaper ones together. More ranks are tried only if nothing
-    else fits.
+    The first set shards the learner over GPUs that the run leaves idle, as few of them as suffice,
+    with changes for smaller activations if it needs them. Other possible changes are, by rising
+    cost: those in `_FIXED`, shorter rows, an adapter. Each change counts as more expensive than all
+    cheaper ones together. More ranks with any change are tried only if nothing else fits.
 
     Args:
         fitting: returns the estimate of a run that fits, None for a run that does not.
@@ -57,13 +60,13 @@ def proposals(config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]
         uncertain.append({"model.adapter.kind": "lora"})
     possible = [one for one in (*_FIXED, *uncertain) if search.is_new(one)]
     possible = [one for one in possible if one in _FIXED or search.changed([one]) is not None]
-    found = search.minimal(possible, [()])
+    num_ranks = config.learner.world_size
+    idle = [_shards(number) for number in range(num_ranks + 1, num_ranks + idle_gpus + 1)]
+    smaller_rows = [one for one in possible if one in _FIXED and "training.optimizer" not in one]
+    found = search.minimal(idle + smaller_rows, [(change,) for change in idle])[:1]
+    found += search.minimal(possible, [()])
     if not found:
-        ranks: list[Change] = [
-            {"learner.parallel": "fsdp", "learner.world_size": number}
-            for number in (2, 4, 8)
-            if number > config.learner.world_size
-        ]
+        ranks: list[Change] = [_shards(number) for number in (2, 4, 8) if number > num_ranks]
         found = search.minimal(possible + ranks, [(change,) for change in ranks])
     return found[:MOST]
 
@@ -142,6 +145,10 @@ class _Search:
             return load_config(values)
         except ConfigError:
             return None
+
+
+def _shards(num_ranks: int) -> Change:
+    return {"learner.parallel": "fsdp", "learner.world_size": num_ranks}
 
 
 def _overrides(chosen: list[Change]) -> Iterator[str]:

@@ -239,6 +239,7 @@ class LearnerClient:
         self._has_backends = False
         self._closed_s = CLOSED_S
         self._updates_per_batch = 1
+        self._refills = False
         self._num_rounds = 0
         """Number of rounds of the current step from which the ranks have learned."""
         self._patience_s = math.inf
@@ -267,6 +268,7 @@ class LearnerClient:
         self._has_backends = make_backend is not None
         self._closed_s = 2 * CLOSED_S if config.algorithm.uses_environment else CLOSED_S
         self._updates_per_batch = config.training.updates_per_batch
+        self._refills = config.environment is not None and config.environment.refill_rounds > 0
         self.falls_back = config.rollout_matching.vllm.sync.fallback_to_full
         limit = None if self._timeouts is None else limit or self._limit("start_s")
         if len(topologies) > 1:
@@ -287,7 +289,11 @@ class LearnerClient:
         self.num_threads, self.offers_adapter, self.row_difference = started
 
     def next_requests(self, plan: StepPlan) -> PerRank:
-        return self._begin("next_requests", lambda learner: learner.next_requests(plan))
+        # If there are refill rounds, it is not known yet whether one follows.
+        updates_next = not self._refills
+        return self._begin(
+            "next_requests", lambda learner: learner.next_requests(plan), updates_next=updates_next
+        )
 
     def refill_requests(self, plan: StepPlan) -> PerRank:
         """Return requests that replace the step's rollout groups without a learning signal.
@@ -501,13 +507,18 @@ class LearnerClient:
             lambda: SyncReport.of_slowest(self._wait("receive_weights", limit, asked))
         )
 
-    def _begin(self, phase: str, draw: Callable[[Learner], list[Any]]) -> PerRank:
+    def _begin(
+        self, phase: str, draw: Callable[[Learner], list[Any]], *, updates_next: bool = False
+    ) -> PerRank:
         """Begin a step, a refill of the step or a held-out report.
 
-        `draw` makes the requests of a rank. Returns references to each rank's requests.
+        `draw` makes the requests of a rank. `updates_next` is for `LearnerRank.begin`. Returns
+        references to each rank's requests.
         """
         # The requests are not waited for: an engine begins as soon as its own are ready.
-        counts = self._all(phase, lambda rank: rank.begin(draw(rank.learner)))
+        counts = self._all(
+            phase, lambda rank: rank.begin(draw(rank.learner), updates_next=updates_next)
+        )
 
         def send(rank: LearnerRank, first: int, stop: int) -> SentRequests:
             return rank.requests(first, stop)

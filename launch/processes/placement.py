@@ -215,6 +215,9 @@ def _actor_size_key(actors: ActorsSection, kind: str) -> str:
 def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
     """Yield a problem if all processes together need more than all nodes have."""
     needed = Resources.sum(placement.bundles).named()
+    shares_gpus = ""
+    if placement.engines and available.gpus >= sum(rank.gpus for rank in placement.ranks) > 0:
+        shares_gpus = "set backend=colocate (engines share the learner's GPUs), "
     for kind, hint in _HINTS.items():
         if needed[kind] <= available.named()[kind]:
             continue
@@ -230,9 +233,10 @@ def _too_many(placement: Placement, available: Resources) -> Iterator[str]:
             who = "a learner" if num == 1 else f"{num} learner ranks"
             parts.append(f"{who} of {size:g}")
             keys.append(f"learner.{kind.lower()}s")
+        share = shares_gpus if kind == "GPU" else ""
         yield (
             f"{placement.key}: {' and '.join(parts)} need {needed[kind]:g} {kind}, but the cluster"
-            f" has {available.named()[kind]:g}; lower {placement.key.rpartition('.')[2]}, or"
+            f" has {available.named()[kind]:g}; {share}lower {placement.key.rpartition('.')[2]}, or"
             f" {' and '.join(keys)} ({hint}), or join a larger cluster with cluster.address"
         )
 

@@ -1,5 +1,5 @@
-"""Moves the learner's tensors to host memory while the engine on the same device generates
-(`rollout_matching.offload`).
+"""Makes room for the engine on the learner's device: moves the learner's tensors to host memory
+while the engine generates (`rollout_matching.offload`), and frees torch's cache.
 
 The values do not change. The tensors are moved back before any code of the learner runs, even after
 an exception. Not tested on a GPU.
@@ -102,19 +102,19 @@ def offloaded(
     """Keep the learner's tensors in host memory inside the block, then move them back.
 
     The configuration chooses the tensors of the optimizer, of the model (moved only if `with_model`
-    is true) or of both. If it chooses the model, a separate `reference` model is moved too. On a
-    GPU the freed memory is returned to the CUDA driver, because the engine is another process.
+    is true) or of both. If it chooses the model, a separate `reference` model is moved too.
+
+    On a GPU, memory that torch holds without using it is returned to the CUDA driver, also without
+    offload: the engine is another process, and activations of the last row may have filled the GPU.
     """
-    if not offloads(rollouts):
-        yield
-        return
     section = rollouts.offload
+    is_moved = offloads(rollouts)
     with ExitStack() as stack:
-        if section.moves_optimizer:
+        if is_moved and section.moves_optimizer:
             stack.enter_context(offloaded_optimizer(optimizer, device))
-        if section.moves_model and with_model:
+        if is_moved and section.moves_model and with_model:
             stack.enter_context(offloaded_model(model))
-        if section.moves_model and reference is not None:
+        if is_moved and section.moves_model and reference is not None:
             stack.enter_context(offloaded_model(reference))
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -69,6 +69,8 @@ class ColocatedBackend:
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self._context = EngineContext(environment)
         self._llm: ColocatedLLM | None = None
+        self._receives_all = False
+        """Whether weight syncs send all weights, not only an adapter; False before the first."""
         self._ended = ""
         """Reason why the engine can no longer be used; empty if it can."""
         try:
@@ -118,6 +120,8 @@ class ColocatedBackend:
             with self._failing_sync(SyncPhase.PAUSE):
                 self._engine.wake_for(offer)
             report = self._engine.take_weights(offer, self._host.weights())
+            # A run that has sent all weights once never returns to adapters.
+            self._receives_all = not offer.sends_adapter
             # The host may learn before the next rollouts. After a failed sync it does not learn, so
             # the engine stays awake.
             with self._failing_sync(SyncPhase.CANARY):
@@ -153,12 +157,14 @@ class ColocatedBackend:
             raise RolloutError(why, actor=self._name, phase="generate")
         with self._host.offloaded(), self._context.entered(), self._failing("generate"):
             self._engine.wake()
+            weights_follow = False
             try:
                 yield
+                weights_follow = self._receives_all and self._host.updates_next
             finally:
                 # Also after a refused request: the host returns to the device in any case, and the
                 # device's memory may not hold both.
-                self._engine.fall_asleep()
+                self._engine.fall_asleep(weights_follow=weights_follow)
 
     @contextmanager
     def _failing(self, phase: str) -> Iterator[None]:

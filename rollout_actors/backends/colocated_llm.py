@@ -232,6 +232,8 @@ class ColocatedLLM:
         self.intake = WeightReceiver(name, self._updated, None, score=self._score, adapter=adapter)
         self._sleeping: tuple[str, ...] = ()
         """vLLM's tags of the memory that is released now."""
+        self._has_no_weights = False
+        """Whether the weights were discarded when the engine fell asleep."""
 
     def generate(self, requests: Sequence[RolloutRequest], started: StartTime) -> list[Rollout]:
         """Generate one rollout per request, in order, at most `max_num_seqs` at a time."""
@@ -264,13 +266,21 @@ class ColocatedLLM:
         with self._updated.handing_over(checksummed):
             return asyncio.run(self.intake.run_all_phases(offer, checksummed))
 
-    def fall_asleep(self) -> None:
-        """Release the device's memory: move weights to host memory, drop the key-value cache."""
+    def fall_asleep(self, *, weights_follow: bool = False) -> None:
+        """Release the device's memory: move weights to host memory, drop the key-value cache.
+
+        `weights_follow`: a sync of all weights wakes the engine, so its weights are dropped too.
+        """
         if self.sleeps and not self._sleeping:
-            self._llm.sleep(level=1)
+            if weights_follow:
+                # vLLM itself would keep only registered buffers of what is not a parameter.
+                self._llm.collective_rpc("keep_rest")
+            self._llm.sleep(level=2 if weights_follow else 1)
             self._sleeping = (WEIGHTS, CACHE)
+            self._has_no_weights = weights_follow
 
     def wake(self) -> None:
+        assert not self._has_no_weights, "the host said that a sync of all weights is next"
         if self._sleeping:
             self._llm.wake_up(list(self._sleeping))
             self._sleeping = ()
@@ -285,6 +295,9 @@ class ColocatedLLM:
         elif WEIGHTS in self._sleeping:
             self._llm.wake_up([WEIGHTS])
             self._sleeping = (CACHE,)
+            if self._has_no_weights:
+                self._llm.collective_rpc("restore_rest")
+                self._has_no_weights = False
 
     def shut_down(self) -> None:
         """Shut down the engine with its processes, and free its memory."""

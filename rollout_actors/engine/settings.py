@@ -28,6 +28,9 @@ GUARD_PROCESSOR = "rollout_actors.repeat_guard.vllm:VllmRepeatGuard"
 LEAST_UTILIZATION = 0.01
 """The `gpu_memory_utilization` if `kv_cache_memory_bytes` sets the size of the key-value cache.
 vLLM does not start if this fraction of the memory is not free."""
+BATCHED_TOKENS = 8192
+"""Most tokens in a forward pass of an engine on GPUs. vLLM 0.32's own number depends on GPU and
+entry point; for rollout actors it is 2,048, with which long prompts take several passes."""
 CPU_BLOCK_SIZE = 32
 """Tokens in a block of the key-value cache on CPU, where vLLM supports multiples of 32."""
 
@@ -154,7 +157,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        **(_cpu_arguments(kind) if settings.device is Device.CPU else {}),
+        **(_cpu_arguments(kind) if settings.device is Device.CPU else _gpu_arguments(settings)),
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         # Explicit, because inside a Ray placement group vLLM would choose "ray".
@@ -193,6 +196,18 @@ def _pixel_limits(model_path: str, most: int) -> dict[str, object]:
     limits = pixel_limits(pictures, most, model_path, "max_pixels")
     assert pictures is not None, "refused by pixel_limits"
     return pictures.limits(*limits)
+
+
+def batched_tokens(max_num_seqs: int, max_model_len: int) -> int:
+    """Return the most tokens in a forward pass of an engine on GPUs.
+
+    vLLM refuses fewer than `max_num_seqs`, and reserves memory for all of them.
+    """
+    return max(max_num_seqs, min(BATCHED_TOKENS, max_num_seqs * max_model_len))
+
+
+def _gpu_arguments(settings: EngineSettings) -> dict[str, object]:
+    return {"max_num_batched_tokens": batched_tokens(settings.max_num_seqs, settings.max_model_len)}
 
 
 def _cpu_arguments(kind: str) -> dict[str, object]:

@@ -14,8 +14,9 @@ the noise larger.
 
 In bfloat16 this detects faults that move log-probabilities by several times the noise: exchanged
 layers, a stale head, a missing share of an engine, weights fifty steps old (all in
-tests/learner/weight_sync/test_canary.py). Weights *one* step old are prevented by names, checksums
-and versions, and because a sync starts only when the update before it is complete.
+tests/learner/weight_sync/test_canary.py; with the noise of trl issue 6789, from a mean difference
+of about 0.1). Weights *one* step old are prevented by names, checksums and versions, and because a
+sync starts only when the update before it is complete.
 
 An engine that receives an adapter could hold it without applying it, and still agree: a young
 adapter changes less than bfloat16 rounds. So both sides also score the probe without the adapter.
@@ -66,9 +67,10 @@ USUAL_MEAN = 0.1
 USUAL_BEYOND = 0.5
 # Largest noise of a token that raises the bound in float32. SmolLM2 135M has 9e-5.
 LARGEST_NOISE_FLOAT32 = 1e-3
-# Share of the tokens that may exceed the bound, and their allowed number in a short probe.
+# Share of the tokens that may exceed the bound, and their allowed number in a short probe. With the
+# figures of trl issue 6789, two in a probe of 39 tokens would stop one sound run of a hundred.
 SHARE_BEYOND = 0.02
-FEWEST_BEYOND = 2
+FEWEST_BEYOND = 3
 
 Logprobs = tuple[float, ...]
 """Log-probabilities of a canary's tokens, one per token except the first."""

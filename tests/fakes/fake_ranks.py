@@ -37,7 +37,7 @@ class FakeLearner:
     def start(self, *arguments: Any) -> int:
         raise ConfigError("model.path: no")
 
-    def begin(self, num: int) -> int:
+    def begin(self, num: int, *, updates_next: bool) -> int:
         return num
 
     def requests(self, first: int, stop: int) -> SentRequests:

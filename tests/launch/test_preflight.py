@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from launch.checks.host import path_problems
 from launch.checks.learner_memory import learner_estimate
-from launch.checks.memory import DeviceMemory
+from launch.checks.memory import DeviceMemory, engine_estimate, shared_device_estimate
 from launch.checks.model_shape import ModelShape, RunSizes
 from launch.checks.servers import (
     ask_servers,
@@ -589,6 +589,78 @@ def test_where_memory_is_too_little_settings_that_fit_are_named(config):
     assert "global_max_length=2048: " in "".join(fits)
     enough = findings(int(needed / 0.92) + 2**20)
     assert not any("fits with" in line for line in enough.lines)
+
+
+SHARDED = "memory    fits with learner.parallel=fsdp learner.world_size=2: "
+IN_RANKS = {
+    **NO_QUEUE,
+    "rollout_matching__vllm": {
+        "mode": "colocate",
+        "tensor_parallel_size": 1,
+        "kv_cache_memory_bytes": 2**26,
+    },
+}
+MOVED = {"rollout_matching__offload": {"enabled": True, "offload_model": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "is_first"),
+    [
+        pytest.param(5, {}, True, id="an idle GPU"),
+        pytest.param(4, {}, False, id="none"),
+        pytest.param(5, {"training__optimizer": "adamw_offload"}, False, id="not with fsdp"),
+        pytest.param(2, IN_RANKS, True, id="with an engine"),
+        pytest.param(2, IN_RANKS | MOVED, False, id="shards cannot be moved"),
+    ],
+)
+def test_a_learner_that_does_not_fit_is_first_sharded_over_gpus_that_the_run_leaves_idle(
+    config, num_gpus, changes, is_first
+):
+    run = config(global_max_length=4096, **changes)
+    sizes = RunSizes.of(run, ModelShape.read(Path(run.model.path)))
+    needed = learner_estimate(sizes, Device.CUDA, TransportKind.NCCL)
+    if run.rollout_matching.in_learner:
+        engine = engine_estimate(sizes, 1, Device.CUDA, 0, TransportKind.IPC)
+        needed = shared_device_estimate(sizes, needed, engine, TransportKind.IPC)
+    card = DeviceMemory(Device.CUDA, int(needed.total / 0.92) - 2**21)
+    memory = {Device.CUDA: card}
+    nodes = [Resources(cpus=32, gpus=num_gpus)]
+    findings = preflight(run, nodes_of=lambda *_: nodes, memory_of=memory.get)
+    assert any("learner.gpus: " in line for line in findings.lines), "it does not fit"
+    proposed = [line.startswith(SHARDED) for line in findings.lines if "fits with" in line]
+    assert (proposed[:1] == [True]) == is_first
+    assert not any(proposed[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "ranks", "key"),
+    [
+        ({}, 1, "model.path"),
+        ({"learner__parallel": "fsdp", "learner__world_size": 2}, 2, "learner.world_size"),
+    ],
+)
+def test_a_machine_whose_memory_cannot_hold_the_models_that_ranks_load_is_refused(
+    config, changes, ranks, key
+):
+    run = config(**changes)
+    of_model = ModelShape.read(Path(run.model.path)).num_parameters * 4
+    nodes = [Resources(cpus=32, gpus=8)]
+
+    def problems(host_bytes, nodes=nodes):
+        memory = {
+            Device.CUDA: DeviceMemory(Device.CUDA, 80 << 30),
+            Device.CPU: DeviceMemory(Device.CPU, host_bytes),
+        }
+        return preflight(run, nodes_of=lambda *_: nodes, memory_of=memory.get).problems
+
+    (problem,) = problems(ranks * of_model - 1)
+    plural = "" if ranks == 1 else "s"
+    assert problem.startswith(
+        f"{key}: host memory of {ranks} learner rank{plural}, while the model"
+    )
+    assert problems(ranks * of_model) == problems(1, nodes * 2) == []
 
 
 @pytest.mark.slow

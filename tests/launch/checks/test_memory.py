@@ -209,16 +209,24 @@ def test_an_engine_may_be_given_any_fraction_of_a_gpu_that_leaves_room_for_a_syn
     assert "8% are reserved" in warning
 
 
-@pytest.mark.parametrize(("mode", "most"), [("actors", 2048), ("colocate", 16384)])
+@pytest.mark.parametrize(
+    ("device", "mode", "most"),
+    [
+        (Device.CUDA, "actors", 8192),
+        (Device.CUDA, "colocate", 8192),
+        (Device.CPU, "actors", 2048),
+        (Device.CPU, "colocate", 4096),
+    ],
+)
 def test_an_engine_needs_a_layers_activations_in_a_forward_of_what_vllm_batches(
-    sizes, shape, mode, most
+    sizes, shape, device, mode, most
 ):
     """In the vision tower: hidden 128, intermediate 512, 4 patches to a token, float32."""
 
     def activations(size, of):
         vllm = {"rollout_matching__vllm": {"mode": mode}}
         run = sizes(of, **vllm, **NO_QUEUE, rollout_matching__decode_batch_size=size)
-        return engine_parts(run)["activations of a forward"]
+        return engine_parts(run, device)["activations of a forward"]
 
     assert activations(64, shape) == (10 * 128 + 4 * 512) * 4 * most * 4
     text = replace(shape, vision=None)
@@ -264,6 +272,21 @@ def test_the_sender_of_buckets_has_no_row_meanwhile(sizes, shape):
         if name.startswith(("activations", "attention", "temporary"))
     )
     assert many[BUCKETS] == 2 * ((256 << 20) + 4 * 10**9) - row
+
+
+def test_the_sender_of_shards_gathers_a_tensor_beside_its_buckets_and_no_layers_meanwhile(
+    sizes, shape
+):
+    large = {f"model.language_model.layers.{i}.w.weight": (10**8,) for i in range(3, 20)}
+    of = replace(shape, parameters=dict(shape.parameters) | large)
+    settings = {"rollout_matching__vllm__sync": {"bucket_bytes": 10**10}}
+    sharded = {"learner__world_size": 2, "learner__parallel": "fsdp"}
+    whole, shards = (
+        learner_estimate(sizes(of, **settings, **changes), Device.CUDA, TransportKind.NCCL).parts
+        for changes in ({}, sharded)
+    )
+    less_row = whole["temporary tensors of a backward"] - shards["temporary tensors of a backward"]
+    assert shards[BUCKETS] - whole[BUCKETS] == 4 * 10**8 - shards[GATHERED] + less_row
 
 
 def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_not_tried(config):

@@ -1,5 +1,7 @@
 """Settings that preflight proposes where a run does not fit, on the sizes of Qwen3-VL-4B."""
 
+from dataclasses import replace
+
 import pytest
 from config_support import configuration
 
@@ -74,7 +76,7 @@ def estimate(run, shape):
     return learner_estimate(RunSizes.of(run, shape), Device.CUDA, TransportKind.NCCL)
 
 
-def proposed(run, shape, size):
+def proposed(run, shape, size, idle_gpus=0):
     card = DeviceMemory(Device.CUDA, size)
 
     def fitting(changed):
@@ -83,7 +85,7 @@ def proposed(run, shape, size):
         return None if card.problems(needs) or card.warnings(needs) else found
 
     assert fitting(run) is None
-    return proposals(run, fitting)
+    return proposals(run, fitting, idle_gpus=idle_gpus)
 
 
 def test_all_of_4b_is_trained_on_80_gib_with_keys_that_preflight_names(config, qwen):
@@ -114,6 +116,25 @@ def test_cheaper_keys_come_first_none_is_needless_and_contradictions_are_left_ou
         assert not ("training.optimizer" in keys and "learner.parallel" in keys)
 
 
+@pytest.mark.parametrize(
+    ("size", "idle_gpus", "num_ranks"), [(80, 1, 2), (80, 7, 2), (40, 7, 3), (40, 1, None)]
+)
+@pytest.mark.parametrize("is_on", [True, False])
+def test_gpus_that_a_run_leaves_idle_come_first_and_as_few_of_them_as_suffice(
+    config, qwen, size, idle_gpus, num_ranks, is_on
+):
+    """With recomputation, unless it is on: no number of ranks makes a row's activations smaller."""
+    batch = {"training__effective_batch_size": 24, "stage2_ab__channel_b__rollouts_per_step": 24}
+    run = config(model__gradient_checkpointing=is_on, **batch)
+    found = [one.overrides for one in proposed(run, qwen, size * GIB, idle_gpus)]
+    others = [one.overrides for one in proposed(run, qwen, size * GIB)]
+    if num_ranks is not None:
+        recomputed = () if is_on else ("model.gradient_checkpointing=true",)
+        shards = ("learner.parallel=fsdp", f"learner.world_size={num_ranks}")
+        others.insert(0, (*recomputed, *shards))
+    assert found == others[:4]
+
+
 def test_where_no_adapter_can_be_what_else_fits_is_still_proposed(config, qwen):
     frozen = {"training__parts": {"language_model": {"frozen": True}}}
     found = proposed(config(**frozen), qwen, 24 * GIB)
@@ -123,8 +144,9 @@ def test_where_no_adapter_can_be_what_else_fits_is_still_proposed(config, qwen):
 def test_what_leaves_the_gpu_is_counted_in_host_memory(config, qwen):
     settings = {"model__gradient_checkpointing": True, "model__activation_offload": True}
     run = config(training__optimizer="adamw_offload", **settings)
-    host = host_estimate(RunSizes.of(run, qwen)).parts
-    assert host == {
+    host = host_estimate(RunSizes.of(run, qwen), 1)
+    assert host.what == "host memory of 1 learner rank, during the training"
+    assert host.parts == {
         "masters, gradients and moments": 16 * qwen.num_parameters,
         "inputs of layers": 2 * 12_000 * (36 * 2560 + 24 * 4 * 1024),
     }
@@ -137,6 +159,38 @@ def test_what_leaves_the_gpu_is_counted_in_host_memory(config, qwen):
     saved = sum(plain.parts[name] for name in (*of_update, "gradients")) - largest
     kept = 2 * 12_000 * (35 * 2560 + 23 * 4 * 1024)
     assert plain.total - away.total == saved + kept
+
+
+FSDP = {"learner__parallel": "fsdp", "learner__world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "size"),
+    [({}, 1, 2), (FSDP, 2, 4), ({"model__dtype": "float32"}, 1, 4)],
+)
+def test_every_rank_loads_the_whole_model_into_host_memory_and_to_shard_it_in_float32(
+    config, qwen, changes, num_ranks, size
+):
+    """124 GB for each rank with Qwen3-VL-30B-A3B."""
+    large = replace(qwen, parameters={"model.language_model.layers.0.w.weight": (31_070_000_000,)})
+    host = host_estimate(RunSizes.of(config(**changes), large), num_ranks)
+    assert host.what.endswith(", while the model is loaded")
+    assert host.total == num_ranks * size * 31_070_000_000
+
+
+@pytest.mark.parametrize(("mode", "num_senders"), [("actors", 1), ("colocate", 2)])
+def test_ranks_that_send_shards_gather_them_in_host_memory(config, qwen, mode, num_senders):
+    kept = {"model__gradient_checkpointing": True, "model__activation_offload": True}
+    engines = {
+        "rollout_matching__vllm": {"mode": mode},
+        "stage2_ab__channel_b__enable_pipeline": False,
+    }
+    run = config(tokens=100_000, **FSDP, **kept, **engines)
+    host = host_estimate(RunSizes.of(run, qwen), 2)
+    assert host.parts == {
+        "inputs of layers": 2 * 2 * 100_000 * (36 * 2560 + 24 * 4 * 1024),
+        "weights gathered for a sync": num_senders * 2 * qwen.num_parameters,
+    }
 
 
 def test_8_bit_moments_take_two_bytes_and_a_scale_for_256_and_embeddings_keep_eight(config, qwen):

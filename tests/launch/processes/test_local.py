@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -14,15 +15,19 @@ from rich.console import Console
 from launch.cli import as_schema_overrides
 from launch.inspect.diff_runs import diff_runs
 from launch.processes import cluster
+from launch.processes.learner_client import LearnerClient
 from launch.processes.local import ThreadRank
 from launch.run_folder.resume import config_of_run
 from launch.train import run
+from learner.actor import Started
+from learner.model.ranks import RankTopology
 from rollout_actors.engine.completion import Completion, EngineInfo, StartTime
 from rollout_actors.engine.sampling import encode_prompt
 from shared.config.rollout import BACKENDS, BackendSpec, EngineLocation
 from shared.errors import ConfigError
 from shared.rollouts import SyncReport
 from shared.run_files import read_lines
+from shared.schedule import RunSchedule
 from shared.tokens.pictures import pictures_of
 
 LOCAL = {
@@ -200,25 +205,84 @@ class OneByOne:
         pass
 
 
+@pytest.fixture
+def run_with(config_of, monkeypatch):
+    """Run with a backend of a user's."""
+
+    def run_with(kind, folder, **changes):
+        spec = BackendSpec(
+            EngineLocation.RANKS, "one by one", has_beams=False, uses_vllm=False, shares_model=True
+        )
+        monkeypatch.setitem(BACKENDS, "one_by_one", spec)
+        monkeypatch.setitem(cluster.IN_RANKS, "one_by_one", lambda *_: kind)
+        config = config_of(folder, **changes)
+        # The third line that a user writes: the value in the key's `Literal`.
+        section = config.rollout_matching.model_copy(update={"rollout_backend": "one_by_one"})
+        run(config.model_copy(update={"rollout_matching": section}), Console(record=True))
+
+    return run_with
+
+
 @pytest.mark.slow
-def test_a_backend_that_a_user_registers_generates_for_a_run(config_of, tmp_path, monkeypatch):
+def test_a_backend_that_a_user_registers_generates_for_a_run(config_of, run_with, tmp_path):
     changes = {"training__max_steps": 2, "rollout_matching__max_new_tokens": 8}
     run(config_of(tmp_path / "hf", **changes), Console(record=True))
-    spec = BackendSpec(
-        EngineLocation.RANKS, "one by one", has_beams=False, uses_vllm=False, shares_model=True
-    )
-    monkeypatch.setitem(BACKENDS, "one_by_one", spec)
-    monkeypatch.setitem(cluster.IN_RANKS, "one_by_one", lambda *_: OneByOne)
-    config = config_of(tmp_path / "own", **changes)
-    # The third line that a user writes: the value in the key's `Literal`.
-    section = config.rollout_matching.model_copy(update={"rollout_backend": "one_by_one"})
-    run(config.model_copy(update={"rollout_matching": section}), Console(record=True))
+    run_with(OneByOne, tmp_path / "own", **changes)
     (of_hf, own) = (
         [line["rollout"]["response_token_ids"] for line in read_lines(folder)]
         for folder in (tmp_path / name / "rollouts" / "step_000002.jsonl" for name in ("hf", "own"))
     )
     assert len(own) == 4
     assert own == of_hf
+
+
+@pytest.mark.slow
+def test_a_backend_knows_when_no_rollouts_will_be_asked_of_its_weights_any_more(run_with, tmp_path):
+    """After the last round of a step, and neither between rounds nor in a held-out report."""
+    events = []
+
+    class Watched(OneByOne):
+        def generate(self, requests):
+            events.append((len(requests), self.host.updates_next))
+            return super().generate(requests)
+
+        def receive_weights(self, offer):
+            events.append("sync")
+            return super().receive_weights(offer)
+
+    changes = {"rollout_matching__decode_batch_size": 3, "rollout_matching__max_new_tokens": 3}
+    run_with(Watched, tmp_path / "run", training__max_steps=3, **changes)
+    report = (2, False)
+    step = [(2, False), (2, True)]
+    assert events == ["sync", "sync", report, *step, "sync", *step, "sync", report]
+
+
+@pytest.mark.parametrize(("refill_rounds", "expected"), [(0, [True, False]), (1, [False, False])])
+def test_an_update_is_not_announced_where_rollouts_may_be_asked_for_again(
+    environment_of, tmp_path, refill_rounds, expected
+):
+    begun = []
+
+    class Rank:
+        learner = SimpleNamespace(
+            next_requests=lambda plan: [], refill_requests=lambda plan: [], close=int, stop=int
+        )
+
+        def start(self, *_):
+            return Started(1, offers_adapter=False, row_difference=None)
+
+        def begin(self, requests, *, updates_next):
+            begun.append(updates_next)
+            return len(requests)
+
+    config = environment_of(tmp_path, environment__refill_rounds=refill_rounds)
+    ranks = ThreadRank()
+    ranks.rank = Rank()
+    learner = LearnerClient(ranks, None)
+    learner.start(config, [RankTopology("inproc", ())], make_backend=OneByOne)
+    plan = RunSchedule(config).plan(0)
+    assert learner.next_requests(plan) == learner.refill_requests(plan) == [[]]
+    assert begun == expected
 
 
 @pytest.mark.slow

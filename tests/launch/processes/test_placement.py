@@ -146,6 +146,25 @@ def test_too_few_resources_say_what_was_asked_and_what_the_cluster_has(config):
 
 
 @pytest.mark.parametrize(
+    ("num_gpus", "changes", "is_enough"),
+    [(1, {}, True), (3, {}, True), (1, {"learner__world_size": 2}, False)],
+)
+def test_on_a_machine_with_enough_gpus_for_the_learner_alone_the_engines_may_share_them(
+    config, num_gpus, changes, is_enough
+):
+    nodes = [Resources(cpus=16, gpus=num_gpus)]
+    with pytest.raises(ConfigError) as caught:
+        plan_placement(config(**changes), nodes)
+    (problem,) = caught.value.problems
+    assert ("; set backend=colocate (engines share the learner's GPUs), lower" in problem) == (
+        is_enough
+    )
+    if is_enough:
+        placement = plan_placement(config(**changes, **COLOCATE), nodes)
+        assert gpus_of(placement) <= num_gpus
+
+
+@pytest.mark.parametrize(
     ("nodes", "ranks", "devices"),
     [
         ((8,), 1, 4),

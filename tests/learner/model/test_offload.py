@@ -223,6 +223,22 @@ def test_everywhere_else_the_section_is_ignored(
     assert optimizer.moves == []
 
 
+@pytest.mark.parametrize("is_offloaded", [True, False])
+def test_on_a_gpu_torch_gives_back_what_it_does_not_use_after_all_moves_and_before_the_engine_works(
+    configured: Configured, model: Tied, monkeypatch: pytest.MonkeyPatch, *, is_offloaded: bool
+) -> None:
+    """Without offload too: the cache may hold the activations of a whole row."""
+    optimizer = SpyOptimizer()
+    freed: list[list[torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(list(optimizer.moves)))
+    section = {"enabled": is_offloaded, "offload_optimizer": True}
+    rollouts = configured(**ON | {"rollout_matching__offload": section}).rollout_matching
+    with offloaded(rollouts, model, optimizer, GPU, with_model=True):
+        assert freed == ([[CPU]] if is_offloaded else [[]])
+    with offloaded(rollouts, model, optimizer, CPU, with_model=True):
+        assert len(freed) == 1, "the host has no such cache"
+
+
 @pytest.mark.parametrize(
     ("changes", "device", "told"),
     [

@@ -13,8 +13,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from canary_noise import published_noise
 from config_support import configuration
 from learner_support import make_learner
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -77,8 +79,8 @@ class Trained:
     """The probe: a sentence, and tokens that follow no rule."""
 
 
-@pytest.fixture(scope="module")
-def trained() -> Trained:
+def train(learning_rate: float) -> Trained:
+    """Learn the second dialect at this rate."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -95,10 +97,15 @@ def trained() -> Trained:
 
     *_, first = learn(120, 3e-3)
     language.change()
-    weights = {0: first} | dict(enumerate(learn(STEPS, 3e-5), 1))
+    weights = {0: first} | dict(enumerate(learn(STEPS, learning_rate), 1))
     random = language.draw_tokens(16)
     torch.set_num_threads(threads)
     return Trained(weights, torch.cat([language.sentences(1)[0], random]))
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return train(3e-5)
 
 
 Engine = Callable[[Qwen3ForCausalLM], object]
@@ -114,11 +121,15 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def scores(
-    trained: Trained, weights: Weights, engine: Engine | None, head: torch.Tensor | None = None
+    trained: Trained,
+    weights: Weights,
+    engine: Engine | None,
+    head: torch.Tensor | None = None,
+    noise_T: np.ndarray | None = None,
 ) -> Scores:
     """Score the probe by weights that were rounded to bfloat16; None: as the learner does.
 
-    `head` is one that is not the embedding any more.
+    `head` is one that is not the embedding any more. `noise_T` is added.
     """
     ids_T = trained.ids_T
     # Of its own, since the attention is a part of the configuration.
@@ -132,6 +143,8 @@ def scores(
     with torch.no_grad():
         logits_TV = model(input_ids=ids_T[None]).logits[0, :-1].float()
     logprobs = logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+    if noise_T is not None:
+        logprobs += torch.from_numpy(noise_T)
     return tuple(ids_T.tolist()), tuple(logprobs.tolist())
 
 
@@ -219,6 +232,77 @@ def test_weights_one_step_old_are_below_the_noise_and_for_checksums_and_versions
     trained: Trained, engine: Engine, probe: CanaryProbe
 ) -> None:
     probe.check("actor", *scores(trained, trained.weights[STEPS - 1], engine))
+
+
+# At the noise published for GPUs, which is ten times this machine's
+
+
+@pytest.fixture(scope="module")
+def trained_further() -> Trained:
+    return train(3e-4)
+
+
+@dataclass
+class NoisyEngine:
+    """An engine in bfloat16 of which the learner's version is `STEPS`, with noise of its own."""
+
+    trained: Trained
+    draws: np.random.Generator
+
+    def probe(self, step: int = STEPS) -> CanaryProbe:
+        """Return the canary of this version, with the noise measured at version 0."""
+        noise = probe_at(self.trained, 0).measure("actor", self.scores(self.trained.weights[0]))
+        assert noise is not None and noise.mean > 0.02
+        return probe_at(self.trained, step, noise)
+
+    def scores(self, weights: Weights, head: torch.Tensor | None = None) -> Scores:
+        noise_T = published_noise(self.draws, len(self.trained.ids_T) - 1)
+        return scores(self.trained, weights, by_another_attention, head, noise_T)
+
+    def head(self, step: int) -> torch.Tensor:
+        return self.trained.weights[step]["model.embed_tokens.weight"].clone()
+
+
+@pytest.fixture(params=range(5))
+def noisy(trained_further: Trained, request: pytest.FixtureRequest) -> NoisyEngine:
+    return NoisyEngine(trained_further, np.random.default_rng(request.param))
+
+
+def half_of_a_tensor_left_out(trained: Trained) -> Weights:
+    """One of two workers' part of one matrix is memory that nothing was written to."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    matrix = trained.weights[STEPS][name].clone()
+    matrix[:, : matrix.shape[1] // 2] = 0.0
+    return trained.weights[STEPS] | {name: matrix}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [exchanged_layers, a_share_left_out, half_of_a_tensor_left_out, weights_fifty_steps_old],
+)
+def test_a_fault_is_noticed_at_the_noise_published_for_gpus(
+    noisy: NoisyEngine, fault: Callable[[Trained], Weights]
+) -> None:
+    with pytest.raises(WeightSyncError, match=NOT_THE_LEARNERS):
+        noisy.probe().check("actor", *noisy.scores(fault(noisy.trained)))
+
+
+def test_a_head_that_no_sync_reaches_is_noticed_there_when_it_is_old_enough(
+    noisy: NoisyEngine,
+) -> None:
+    """One step old it is below the noise. Every sync leaves it further behind."""
+    newest = noisy.trained.weights
+    noisy.probe(1).check("actor", *noisy.scores(newest[1], noisy.head(0)))
+    with pytest.raises(WeightSyncError, match=NOT_THE_LEARNERS):
+        noisy.probe().check("actor", *noisy.scores(newest[STEPS], noisy.head(0)))
+
+
+def test_a_sound_engine_agrees_at_every_version_at_the_noise_published_for_gpus(
+    noisy: NoisyEngine,
+) -> None:
+    for step in range(0, STEPS + 1, 10):
+        weights = noisy.trained.weights[step]
+        noisy.probe(step).check("actor", *noisy.scores(weights))
 
 
 # The learner's half

@@ -20,11 +20,14 @@ from learner.model.checkpoint import CheckpointWeights
 from learner.weight_sync.sender import WeightSender
 from rollout_actors.backends.calls import EngineCalls
 from rollout_actors.backends.colocate import ColocatedBackend
+from rollout_actors.weight_sync.adapters import ADAPTER_ID
 from rollout_actors.weight_sync.receiver import LoadReport
 from shared.errors import RolloutError, WeightSyncError
 from shared.records import ImageRef
-from shared.rollouts import DecodeMode
+from shared.rollouts import DecodeMode, WeightOffer
 from shared.weight_sync.canary import CanaryProbe, Differences
+from shared.weight_sync.offer import AdapterFiles, AdapterOffer
+from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.engine
 
@@ -64,6 +67,7 @@ class Host:
         self._scene = scene
         self.model = nn.Linear(2, 2, bias=False)
         self.goes_on = True
+        self.updates_next = False
 
     def raise_if_stopping(self):
         if not self.goes_on:
@@ -102,11 +106,14 @@ class SleepyLLM:
             step=self._step,
             abort_request=self._abort,
             reset_encoder_cache=lambda: self._work("reset"),
+            add_lora=lambda request: self._work("adapter"),
+            list_loras=lambda: {ADAPTER_ID},
+            remove_lora=lambda adapter_id: None,
         )
 
     def sleep(self, level=1, mode="abort"):
-        assert (self.can_sleep, self.asleep, level, mode) == (True, set(), 1, "abort")
-        self.scene.note("sleep")
+        assert (self.can_sleep, self.asleep, mode) == (True, set(), "abort")
+        self.scene.note("sleep" if level == 1 else f"sleep {level}")
         self.asleep, self._queued = {"weights", "kv_cache"}, []
 
     def wake_up(self, tags=None):
@@ -117,7 +124,8 @@ class SleepyLLM:
 
     def _work(self, event):
         # An update needs the weights' memory alone.
-        needed = {"weights"} if event in SYNC and event != "canary" else {"weights", "kv_cache"}
+        is_update = event in (*SYNC[:-1], "adapter")
+        needed = {"weights"} if is_update else {"weights", "kv_cache"}
         assert not self.asleep & needed, f"asleep, and asked to {event}"
         self.scene.note(event)
 
@@ -168,6 +176,9 @@ class SleepyLLM:
     def update_weight_version(self, new_version): ...
 
     def collective_rpc(self, method, args=()):
+        if method in ("keep_rest", "restore_rest"):
+            assert "weights" not in self.asleep, f"the memory is not there to {method}"
+            self.scene.note(method)
         answers = {
             "guard_by": {"runner": "V1", "is_loaded": True, "settings": None},
             "load_report": asdict(LoadReport([5], [5], [], [], 0.0, 0.0, [])),
@@ -204,8 +215,8 @@ def host(scene):
     return Host(scene)
 
 
-def make_backend(host, *, sleep=True):
-    return ColocatedBackend(host, colocated_settings(Path("model")), sleep=sleep)
+def make_backend(host, *, sleep=True, **changes):
+    return ColocatedBackend(host, colocated_settings(Path("model"), **changes), sleep=sleep)
 
 
 @pytest.fixture
@@ -285,6 +296,64 @@ def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(
         assert scene.take() == ["optimizer away", *FULL_SYNC, "back"]
     backend.generate(REQUESTS)
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
+
+
+KEEPING = ["keep_rest", "sleep 2", "back"]
+
+
+def test_weights_that_the_next_sync_replaces_are_dropped_and_the_rest_of_the_model_is_kept(
+    backend, host, scene
+):
+    backend.receive_weights(an_offer(host))
+    backend.generate(REQUESTS)
+    host.updates_next = True
+    scene.take()
+    backend.generate(REQUESTS)
+    assert scene.take() == ["host away", "wake", *QUEUED, "step", *KEEPING]
+    host.updates_next = False
+    backend.receive_weights(an_offer(host, 2))
+    synced = ["wake weights", "restore_rest", *FULL_SYNC[1:]]
+    assert scene.take() == ["optimizer away", *synced, "back"]
+    backend.generate(REQUESTS)
+    assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
+
+
+def test_an_engine_without_weights_does_not_generate_until_a_sync_has_brought_some(
+    backend, host, scene
+):
+    backend.receive_weights(an_offer(host))
+    host.updates_next = True
+    backend.generate(REQUESTS)
+    with pytest.raises(RolloutError, match="a sync of all weights is next"):
+        backend.generate(REQUESTS)
+
+
+def test_weights_are_kept_while_syncs_bring_an_adapter_alone(host, scene):
+    host.updates_next = True
+    backend = make_backend(host, enable_lora=True)
+    terms = AdapterOffer.make(AdapterFiles(b"", "{}"), timeout_s=20.0)
+    probe = replace(PROBE, base_logprobs=PROBE.expected_logprobs)
+    for offer, asleep in (
+        (WeightOffer(1, TransportKind.ADAPTER, terms, probe), "sleep"),
+        (an_offer(host, 2), "sleep 2"),
+    ):
+        backend.receive_weights(offer)
+        backend.generate(REQUESTS)
+        assert scene.take()[-2:] == [asleep, "back"]
+    backend.close()
+
+
+def test_weights_are_kept_after_rollouts_that_failed_and_before_the_first_sync(
+    backend, host, scene
+):
+    host.updates_next = True
+    backend.generate(REQUESTS)
+    assert scene.take()[-2:] == ["sleep", "back"], "the noise is measured with these"
+    backend.receive_weights(an_offer(host))
+    host.goes_on = False
+    with pytest.raises(RolloutError, match="told to stop"):
+        backend.generate(REQUESTS)
+    assert scene.take()[-2:] == ["sleep", "back"]
 
 
 def test_an_engine_whose_noise_is_measured_is_awake_as_a_whole_before_it_scores_what_it_holds(

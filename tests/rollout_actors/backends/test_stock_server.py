@@ -387,8 +387,15 @@ def test_the_page_shows_the_command_of_a_gpu_and_that_of_a_cpu():
 def test_the_documentation_names_every_argument_and_variable_of_the_command(expected):
     text = DOC.read_text()
     full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1)
-    flags = [part for part in stock_arguments(full) if part.startswith("--")]
-    assert [name for name in (*flags, *stock_environment(full)) if name not in text] == []
+    for settings in (full, replace(full, device=Device.CUDA)):
+        flags = [part for part in stock_arguments(settings) if part.startswith("--")]
+        assert [one for one in (*flags, *stock_environment(settings)) if one not in text] == []
+
+
+def test_on_a_gpu_in_float32_the_command_has_triton_multiply_in_float32(expected):
+    assert expected.dtype == "float32"
+    on_gpu = replace(expected, device=Device.CUDA)
+    assert " TRITON_F32_DEFAULT=ieee " in stock_command(on_gpu, "http://127.0.0.1:8000")
 
 
 @pytest.mark.engine

@@ -144,6 +144,20 @@ def test_an_engine_on_cpu_reads_no_prompt_in_two_steps() -> None:
     assert "enable_chunked_prefill" not in engine_arguments(settings_of(device=Device.CUDA))
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_model_len", "expected"),
+    [(64, 4096, 8192), (4, 512, 2048), (10_000, 4096, 10_000)],
+    ids=["the usual number", "as many as there can be", "one for each sequence"],
+)
+def test_an_engine_on_a_gpu_reads_8192_tokens_in_a_step_if_so_many_can_be_there(
+    max_num_seqs: int, max_model_len: int, expected: int
+) -> None:
+    sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    on_gpu = engine_arguments(settings_of(device=Device.CUDA, **sizes))
+    assert on_gpu["max_num_batched_tokens"] == expected
+    assert "max_num_batched_tokens" not in engine_arguments(settings_of(**sizes))
+
+
 def test_blocks_of_32_tokens_are_shared_on_cpu_and_vllm_chooses_their_size_on_a_gpu():
     assert engine_arguments(settings_of(device=Device.CPU))["block_size"] == 32
     assert "block_size" not in engine_arguments(settings_of(device=Device.CUDA))
