@@ -47,7 +47,7 @@ from shared.tokens.vocabulary import NUM_BINS, coord_token
 NAMES = ("RBC", "WBC", "Platelets")
 SIDE = 224
 """Images are resized to about this number of pixels, squared: 256 x 192, which are 192 tokens."""
-TOWER_UPDATES = 1600
+TOWER_UPDATES = 4000
 NUM_PARTS = 6000
 FEWEST, MOST = 1, 4
 """Numbers of cells in a part of a photograph. The model learns to look on parts: without them its
