@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from config_support import configuration
+from config_support import configuration, trajectory_config
 from emulated_cuda import CUDA, HOST, CudaTensor, EmulatedCuda, emulated_cuda, on_host
 from learner_support import finish_step, half_right, timeless
-from transformers import AutoConfig
+from trajectory_support import begin, make_learner
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from learner.algorithms.advantages import TokenAdvantages
 from learner.algorithms.matched_targets import ground_truth_target
@@ -291,10 +292,11 @@ def test_in_bfloat16_one_call_of_the_flash_kernel_computes_a_layer_of_a_row(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, ADAPTER], ids=["", "dora"])
 def test_weights_and_canary_of_a_sync_are_those_of_the_cpu_to_the_bit(
-    configured: Callable[..., RunConfig],
+    changes: dict[str, Any], configured: Callable[..., RunConfig]
 ) -> None:
-    config = configured(rollout_matching__vllm__sync__bucket_bytes=200_000)
+    config = configured(rollout_matching__vllm__sync__bucket_bytes=200_000, **changes)
 
     def offered(place: RankTopology) -> tuple[Any, dict[str, torch.Tensor]]:
         publisher = Learner(config, place).publisher
@@ -360,3 +362,26 @@ def test_a_run_on_the_device_learns_as_on_the_cpu_and_resumes_to_the_bit(
         assert torch.equal(restored[name], tensor), name
     if exact:
         assert len(in_updates) == 1, "only the norm of the gradient is read"
+
+
+@pytest.mark.slow
+def test_a_text_model_learns_with_an_adapter_near_its_start_as_on_the_cpu(
+    demo_lm: Path, tmp_path: Path
+) -> None:
+    config = trajectory_config(
+        demo_lm, tmp_path, reference={"estimator": "k3"}, model__adapter={"kind": "lora", "rank": 4}
+    )
+    plan = RunSchedule(config).plan(0)
+    whole = AutoModelForCausalLM.from_pretrained(demo_lm)
+
+    def learned(place: RankTopology) -> tuple[Any, dict[str, float]]:
+        learner = make_learner(config, place=place)
+        learner.accumulate(begin(learner, plan, model=whole))
+        return learner.row_difference, timeless(finish_step(learner).metrics)
+
+    expected = learned(ON_CPU)
+    with emulated_cuda() as cuda:
+        found = learned(ON_DEVICE)
+        in_rows = [entry for entry in cuda.syncs if entry.startswith("learner/step.py")]
+    assert found == expected
+    assert len(in_rows) == expected[1]["packing/num_rows"]
