@@ -27,9 +27,9 @@ from launch.checks.memory import CONTEXT, Estimate
 from launch.checks.model_shape import ModelShape, RunSizes, VisionShape
 from learner.collate import PackedRow, collate
 from learner.host_memory import in_gib
-from learner.model.attention import attend_by_segments
-from learner.model.loading import project_patches_as_matrix
+from learner.model.attention import attend_by_segments, packed_row
 from learner.model.optimizer import Optimizer
+from learner.model.packed_rows import prepare_vision_tower
 from learner.model.ranks import Ranks
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
@@ -130,7 +130,7 @@ def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Any:
     with torch.device(device):
         model = Qwen3VLForConditionalGeneration(config)
     torch.set_default_dtype(previous)
-    project_patches_as_matrix(model)
+    prepare_vision_tower(model)
     attend_by_segments(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -154,14 +154,14 @@ def every_position(model: Any, row: PackedRow, objectives: ChannelObjectives) ->
     It computes the logits of the whole row at once, in float32.
     """
     inputs = row.inputs
-    logits_TV = model(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        attention_mask=None,
-        pixel_values=inputs.pixel_values.to(model.dtype),
-        image_grid_thw=inputs.image_grid_thw,
-        use_cache=False,
-    ).logits[0]
+    with packed_row(row.lengths):
+        logits_TV = model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            **inputs.image_arguments(model.dtype),
+            use_cache=False,
+        ).logits[0]
     loss = loss_of(
         plain_values(logits_TV.float()[row.positions_N], row, objectives.coord_ids_C, ()),
         row,

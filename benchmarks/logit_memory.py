@@ -177,7 +177,7 @@ class Case:
             self.objectives = replace(self.objectives, objectives=top)
             at = torch.arange(num_positions)
             ones = torch.ones(num_positions)
-            learned = LearnedSupervision(at, -ones, ones, ones / num_positions, at)
+            learned = LearnedSupervision(at, -ones, ones, ones / num_positions, at, num_positions)
             supervision = self.row.supervision._replace(learned=learned)
             self.row = replace(self.row, supervision=supervision)
             top_ids_MT = (at[:, None] + torch.arange(NUM_TOP)) % NUM_TOP + FIRST_COORD

@@ -194,6 +194,13 @@ MUTANTS = (
     Mutant("ratio-not-truncated", "learner/objectives/policy_gradient.py",
         ".clamp(max=math.log(cap)).exp()", ".exp()",
         ("tests/learner/objectives/test_policy_gradient.py",)),
+    Mutant("step-count-of-a-gpu-s-optimizer-resumed-on-the-host", "learner/model/optimizer.py",
+        'device = master.device if self._is_fused else torch.device("cpu")',
+        'device = torch.device("cpu")', ("tests/learner/test_emulated_cuda.py",)),
+    Mutant("host-waits-for-the-grids-of-images", "learner/collate.py",
+        "pixel_values=to_device(inputs.pixel_values, device),",
+        "pixel_values=to_device(inputs.pixel_values, device), image_grid_thw="
+        "to_device(inputs.image_grid_thw, device),", ("tests/learner/test_emulated_cuda.py",)),
     Mutant("rollout-of-weights-yet-to-come-learned", "learner/checks.py",
         "<= one.weight_version <= version:", "<= one.weight_version:",
         ("tests/learner/test_checks.py",)),

@@ -44,7 +44,8 @@ class ModelInputs(NamedTuple):
     pixel_values: torch.Tensor
     """float32 [R, D]: R patches or tiles of images, D values each; [0, 0] without images."""
     image_grid_thw: torch.Tensor
-    """int64 [I, 3]: the number of patches of each image (`EncodedPrompt.image_grid_I3`)."""
+    """int64 [I, 3]: the number of patches of each image (`EncodedPrompt.image_grid_I3`). Always in
+    host memory, because shapes of other tensors depend on it."""
 
     def image_arguments(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return pixels and image grids as keyword arguments of the model's forward.
@@ -82,27 +83,59 @@ class PackedRow:
     compared: ComparedTokens
     has_beside: bool = False
     """Whether the row ends with a segment without supervision (argument `beside` of `collate`)."""
+    _on_host: PackedRow | None = None
+    """The row that this row is a copy of, on another device."""
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.segments))
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each segment, including the segment without supervision."""
+        beside = self.inputs.input_ids.shape[-1] - self.num_tokens
+        return (*map(len, self.segments), *([beside] if beside else []))
+
+    @property
+    def on_host(self) -> PackedRow:
+        """The row in host memory, whose values can be read without waiting for a GPU."""
+        return self if self._on_host is None else self._on_host
+
     def to(self, device: torch.device) -> PackedRow:
+        inputs = self.inputs
         return replace(
             self,
-            inputs=_to(self.inputs, device),
-            positions_N=self.positions_N.to(device),
-            token_ids_N=self.token_ids_N.to(device),
-            supervision=Supervision(*(_to(columns, device) for columns in self.supervision)),
+            inputs=inputs._replace(
+                input_ids=to_device(inputs.input_ids, device),
+                position_ids=to_device(inputs.position_ids, device),
+                pixel_values=to_device(inputs.pixel_values, device),
+            ),
+            positions_N=to_device(self.positions_N, device),
+            token_ids_N=to_device(self.token_ids_N, device),
+            supervision=_to(self.supervision, device),
             compared=_to(self.compared, device),
+            _on_host=self.on_host,
         )
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from host memory to `device`. The host does not wait for a GPU.
+
+    Not tested on a GPU.
+    """
+    # Other copies to a GPU end with a wait for all work that is queued there.
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def _to(columns: Any, device: torch.device) -> Any:
-    """Copy a tensor, None, or a named tuple of these to another device."""
-    if columns is None or isinstance(columns, torch.Tensor):
-        return None if columns is None else columns.to(device)
-    return type(columns)(*(_to(column, device) for column in columns))
+    """Copy a named tuple of tensors, of None, numbers and of such tuples to another device."""
+    if isinstance(columns, torch.Tensor):
+        return to_device(columns, device)
+    if isinstance(columns, tuple):
+        return type(columns)(*(_to(column, device) for column in columns))
+    return columns
 
 
 def collate(
@@ -135,6 +168,7 @@ def collate(
     credited = [(start, target) for start, target in placed if isinstance(target, AdvantageTarget)]
     targets = [target for _, target in taught]
     credits_ = [target.credit for _, target in credited]
+    calls_M = _calls(credits_)
     # Each target's positions, weights and gate weights.
     text = [(start, *_text_supervision(target, text_weights)) for start, target in taught]
     text_at = _row_positions((start, positions) for start, positions, _, _ in text)
@@ -180,7 +214,8 @@ def collate(
                 _floats(credit.engine_logprobs for credit in credits_),
                 _floats(credit.advantages for credit in credits_),
                 _floats(credit.weights for credit in credits_),
-                torch.from_numpy(_calls(credits_)),
+                torch.from_numpy(calls_M),
+                int(calls_M[-1]) + 1 if len(calls_M) else 0,
                 _teacher_supervision(credits_),
             ),
         ),

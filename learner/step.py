@@ -16,7 +16,7 @@ advantage, T most probable tokens of the reference, J = T + 1, V vocabulary, C c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learner.checks import Compared, LogprobTolerance, check_logprobs, compares_logprobs
 from learner.collate import PackedRow, collate
+from learner.model.attention import packed_row
 from learner.model.loading import LoadedModel
 from learner.model.packed_rows import logits_of
 from learner.model.sharding import Parallel, Reference
@@ -116,11 +117,19 @@ def train_row(
     # The optimizer divides once, at the step's end.
     (weight * forward.loss).backward()
     names = [f"loss/{name}" for objective in objectives.objectives for name in objective.term_names]
+    diagnosed = _diagnose(objectives, forward.values, row)
+    # One copy, because the host waits for a GPU in each. float64 holds all the numbers exactly.
+    sums = [total for total, _ in diagnosed.values()]
+    compared_K = forward.values.compared_logprobs_K
+    columns = [forward.loss[None], forward.terms, *(total[None] for total in sums), compared_K]
+    read = torch.cat([column.detach().double() for column in columns]).cpu()
+    loss, terms, totals, compared_K = read.split([1, len(names), len(sums), len(compared_K)])
+    means = zip(diagnosed, totals.tolist(), (size for _, size in diagnosed.values()), strict=True)
     return RowResult(
-        forward.loss.item(),
-        dict(zip(names, forward.terms.tolist(), strict=True)),
-        _diagnose(objectives, forward.values, row),
-        forward.values.compared_logprobs_K.detach().cpu(),
+        loss.item(),
+        dict(zip(names, terms.tolist(), strict=True)),
+        {name: SlotMean(total, size) for name, total, size in means},
+        compared_K.float(),
     )
 
 
@@ -151,14 +160,15 @@ def _forward(
 def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
     """Return the hidden states [L, D] in the model's own type."""
     inputs = row.inputs
-    output = model.base_model(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        # None instead of ones: with a mask, transformers lets the segments see each other.
-        attention_mask=None,
-        **inputs.image_arguments(model.dtype),
-        use_cache=False,
-    )
+    with packed_row(row.lengths):
+        output = model.base_model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            # None instead of ones: with a mask, transformers lets the segments see each other.
+            attention_mask=None,
+            **inputs.image_arguments(model.dtype),
+            use_cache=False,
+        )
     hidden_LD: torch.Tensor = output.last_hidden_state[0]
     return hidden_LD
 
@@ -172,26 +182,25 @@ def _read_reference(
     logit_chunk: int,
 ) -> ReferenceValues:
     """Return the model's log-probabilities at the tokens that are learned by their advantage."""
-    learned_at_M = row.supervision.learned.at
     temperature = sampled_under.temperature
     logprobs, top_ids, top_logprobs = [], [], []
     # The chunks are the same as in `LogitsPass`, because a product of another shape may round
     # differently. With equal weights the difference must be 0.
     hidden_ND = _hidden_states(model, row)[row.positions_N]
     head = logits_of(model)
+    chunks = _Chunks(len(hidden_ND), logit_chunk)
+    learned_at = chunks.positions(row.supervision.learned.at, row.on_host.supervision.learned.at)
+    token_ids = row.token_ids_N.split(logit_chunk)
     for index, part_ND in enumerate(hidden_ND.split(logit_chunk)):
-        first = index * logit_chunk
-        stop = first + len(part_ND)
-        at_M = learned_at_M[(learned_at_M >= first) & (learned_at_M < stop)] - first
+        at_M = learned_at[index]
         logits_NV = head(part_ND)
         picked = None
         if num_top:
             ids_MT = coord_math.most_probable(logits_NV[at_M], sampled_under, num_top)
             picked = PickedTokens(at_M, ids_MT, sampled_under)
             top_ids.append(ids_MT)
-        token_ids = row.token_ids_N[first:stop]
         reading = coord_math.read_logits(
-            logits_NV, token_ids, at_M[:0], coord_ids_C, (sampled_under,), picked
+            logits_NV, token_ids[index], at_M[:0], coord_ids_C, (sampled_under,), picked
         )
         normalizer_M = reading.log_normalizers_N[0][at_M]
         logits_M = reading.token_logits_N[at_M]
@@ -209,13 +218,39 @@ def _read_reference(
 @torch.no_grad()
 def _diagnose(
     objectives: ChannelObjectives, values: RowValues, row: PackedRow
-) -> dict[str, SlotMean]:
-    means = {}
+) -> dict[str, tuple[torch.Tensor, int]]:
+    """Return the sum and the number of the values of each diagnostic's metric."""
+    sums = {}
     for diagnostic in objectives.diagnostics:
         columns = diagnostic(values, row.supervision)
         for name, value_S in zip(diagnostic.names, columns, strict=True):
-            means[name] = SlotMean(value_S.sum().item(), len(value_S))
-    return means
+            sums[name] = value_S.sum(), len(value_S)
+    return sums
+
+
+class _Chunks(NamedTuple):
+    """Chunks of a row's positions with logits. Without positions there is one empty chunk.
+
+    Example: `_Chunks(7, 3).positions(at, at)` of the positions [0, 2, 5] is [[0, 2], [2], []].
+    """
+
+    num_positions: int
+    size: int
+
+    def split(self, column: torch.Tensor, at_on_host: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Split a column by chunk. Its entries belong to ascending positions.
+
+        `at_on_host` are these positions in host memory, in any order: to count them on a GPU, the
+        host would wait.
+        """
+        number = max(1, -(-self.num_positions // self.size))
+        sizes = torch.bincount(at_on_host // self.size, minlength=number).tolist()
+        return column.split(sizes)
+
+    def positions(self, at: torch.Tensor, at_on_host: torch.Tensor) -> list[torch.Tensor]:
+        """Split ascending positions by chunk. The results count from their chunk's start."""
+        parts = enumerate(self.split(at, at_on_host))
+        return [part - index * self.size for index, part in parts]
 
 
 _PLAIN = Normalizer()
@@ -246,19 +281,27 @@ class LogitsPass:
         text = row.supervision.text
         coord = row.supervision.coord
         learned = row.supervision.learned
+        on_host = row.on_host.supervision
         coord_at_P = coord.at
+        host_at_P = on_host.coord.at
         if needs.text_gate is not None:
             # The gate needs coordinate logits at text positions too.
             coord_at_P = torch.cat([coord.at, text.at]).sort().values
+            host_at_P = torch.cat([host_at_P, on_host.text.at])
         # Each normalizer costs a pass over the vocabulary, so the sampling's is read only if used.
         num_sampled = len(row.compared.at) + (len(learned.at) if needs.learned else 0)
         normalizers = self._normalizers(num_sampled)
+        chunks = _Chunks(len(hidden_ND), self.chunk)
         top = None
         if needs.reference_top:
             assert reference is not None
             assert reference.top_ids_MT is not None
-            top = PickedTokens(learned.at, reference.top_ids_MT, self.sampled_under)
-        reading = self._read(hidden_ND, row.token_ids_N, coord_at_P, normalizers, top)
+            at = chunks.positions(learned.at, on_host.learned.at)
+            ids = chunks.split(reference.top_ids_MT, on_host.learned.at)
+            top = [PickedTokens(*part, self.sampled_under) for part in zip(at, ids, strict=True)]
+        reading = self._read(
+            hidden_ND, row.token_ids_N, chunks.positions(coord_at_P, host_at_P), normalizers, top
+        )
         log_normalizers = dict(zip(normalizers, reading.log_normalizers_N, strict=True))
 
         def leak(at: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -323,34 +366,27 @@ class LogitsPass:
         self,
         hidden_ND: torch.Tensor,
         token_ids_N: torch.Tensor,
-        coord_at_P: torch.Tensor,
+        coord_at: Sequence[torch.Tensor],
         normalizers: tuple[Normalizer, ...],
-        picked: PickedTokens | None,
+        picked: Sequence[PickedTokens] | None,
     ) -> LogitReading:
-        def read(chunk_ND: torch.Tensor, start: int) -> LogitReading:
-            stop = start + len(chunk_ND)
-            # Positions within the chunk. The concatenation of all chunks has the order of P.
-            here = coord_at_P[(coord_at_P >= start) & (coord_at_P < stop)] - start
-            picked_here = picked
-            if picked is not None:
-                is_here_M = (picked.at_M >= start) & (picked.at_M < stop)
-                picked_here = PickedTokens(
-                    picked.at_M[is_here_M] - start, picked.ids_MK[is_here_M], picked.normalizer
-                )
+        """Read the logits of all chunks. `coord_at` and `picked` have an entry for each chunk."""
+
+        def read(chunk_ND: torch.Tensor, index: int) -> LogitReading:
             return coord_math.read_logits(
                 self.lm_head(chunk_ND),
-                token_ids_N[start:stop],
-                here,
+                token_ids_N.split(self.chunk)[index],
+                coord_at[index],
                 self.coord_ids_C,
                 normalizers,
-                picked_here,
+                None if picked is None else picked[index],
                 mean=self.needs.text_uniform_ce,
             )
 
         # A chunk's logits are recomputed in its backward, so only one chunk's logits are in memory.
-        # An empty row has one empty chunk.
+        # The concatenation of all chunks has the order of the positions.
         chunks = [
-            checkpoint(read, part_ND, index * self.chunk, use_reentrant=False)
+            checkpoint(read, part_ND, index, use_reentrant=False)
             for index, part_ND in enumerate(hidden_ND.split(self.chunk))
         ]
         by_normalizer = zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)

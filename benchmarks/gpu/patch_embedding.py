@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.probe import largest_difference, median_s, options
-from learner.model.loading import project_patches_as_matrix
+from learner.model.packed_rows import prepare_vision_tower
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     exact = copy.deepcopy(plain).double()
     plain = plain.to(device, torch.bfloat16)
     ours = copy.deepcopy(plain)
-    project_patches_as_matrix(ours)
+    prepare_vision_tower(ours)
     patches = torch.randn(num_patches, 3, *shape).to(torch.bfloat16)
     inputs = patches.to(device)
 

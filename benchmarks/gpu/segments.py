@@ -31,8 +31,9 @@ def main() -> None:
         torch.randn((1, heads, num_tokens, 128), generator=draw).to(device, dtype).requires_grad_()
         for heads in (32, 8, 8)
     )
-    starts = torch.tensor([*range(0, num_tokens, longest), num_tokens], dtype=torch.int32)
-    segments = RowBorders(starts.to(device), int(starts.diff().max()))
+    segments = RowBorders.of(
+        [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)], device
+    )
     number = torch.arange(num_tokens, device=device)
     owner = torch.bucketize(number, segments.starts[1:], right=True)
     sees = (owner[:, None] == owner) & (number[:, None] >= number)

@@ -41,7 +41,8 @@ class SequenceRatio:
         log_ratio_M = learner_M - learned.engine_logprobs
         # A row without a sampled token has no call. A mask, because `index_add` is not
         # deterministic on a GPU.
-        is_of_CM = learned.call == learned.call.unique()[:, None]
+        calls_C = torch.arange(learned.num_calls, device=learned.call.device)
+        is_of_CM = learned.call == calls_C[:, None]
         log_ratio_C = torch.where(is_of_CM, log_ratio_M, 0.0).sum(1) / is_of_CM.sum(1)
         ratio_M = log_ratio_C[learned.call].exp()
         advantage_M = advantages(learner_M, learned)  # with the teacher's part, if there is one

@@ -4,14 +4,20 @@ transformers gives a packed row a full attention mask, which the flash kernels d
 and memory then grow with the square of the row's length instead of the segments' lengths. Here the
 layers get the segments' borders instead of the mask. Other inputs, such as padding and cache in
 `generate`, use transformers' sdpa.
+
+The caller knows the lengths of the segments (`packed_row`). transformers finds them in the position
+ids, which on a GPU makes the host wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +25,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from learner.collate import to_device
 
 SEGMENT_ATTENTION = "rollmatch_flash"
 """The name under which this attention is registered in transformers.
@@ -31,13 +39,45 @@ The word "flash" in it makes vision towers pass all images in one call with thei
 class RowBorders:
     """The borders of a packed row's segments. The attention layers get them instead of a mask.
 
-    Example: `RowBorders(tensor([0, 3, 5]), 3)` stands for a segment of 3 tokens and one of 2.
+    Example: `RowBorders.of((3, 2), device)` stands for a segment of 3 tokens and one of 2. Its
+    `starts` are [0, 3, 5].
     """
 
+    lengths: tuple[int, ...]
+    """Number of tokens of each segment."""
     starts: torch.Tensor
     """int32 [S + 1] on the row's device: the start of each segment, then the row's length."""
-    longest: int
-    """Number of tokens of the longest segment."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> RowBorders:
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(lengths), to_device(starts, device))
+
+
+_row_lengths: ContextVar[tuple[int, ...] | None] = ContextVar("row_lengths", default=None)
+
+
+@contextmanager
+def packed_row(lengths: Sequence[int]) -> Iterator[None]:
+    """Run a model's forward on a packed row inside the block.
+
+    `lengths` are the numbers of tokens of its segments. Outside of such a block, attention by
+    segments is transformers' masked attention.
+    """
+    token = _row_lengths.set(tuple(lengths))
+    try:
+        yield
+    finally:
+        _row_lengths.reset(token)
+
+
+def lengths_of_row(num_tokens: int) -> tuple[int, ...] | None:
+    """Return the lengths of the segments of the packed row in the running forward.
+
+    None outside of `packed_row`, and for inputs of another number of tokens than the row has.
+    """
+    lengths = _row_lengths.get()
+    return lengths if lengths is not None and sum(lengths) == num_tokens else None
 
 
 def register_segment_attention() -> None:
@@ -47,7 +87,10 @@ def register_segment_attention() -> None:
 
 
 def attend_by_segments(model: PreTrainedModel) -> None:
-    """Make `model` and its vision tower compute attention in each segment of a row separately."""
+    """Make `model` and its vision tower compute attention in each segment of a row separately.
+
+    A Qwen-VL vision tower must be changed by `prepare_vision_tower` too.
+    """
     register_segment_attention()
     config = model.config
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
@@ -58,14 +101,13 @@ def attend_by_segments(model: PreTrainedModel) -> None:
 def segments_or_mask(
     *,
     q_length: int,
-    mask_function: Callable[..., torch.Tensor],
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> RowBorders | torch.Tensor | None:
     """Return what all attention layers get as the mask: for a packed row its segments' borders.
 
     For other inputs, return the mask of transformers' sdpa. transformers calls this once per
-    forward. `mask_function(batch, head, query, key)` says whether one token sees another.
+    forward.
     """
     # transformers calls this once per forward. If it has detected a packed row, it passes
     # `allow_is_causal_skip=False` and no padding mask.
@@ -76,18 +118,11 @@ def segments_or_mask(
     )
     # Borders cannot represent a sliding window or a custom mask.
     has_borders = options.get("local_size") is None and not options.get("use_vmap", False)
-    if not is_packed or not has_borders or options["batch_size"] != 1:
-        mask: torch.Tensor | None = sdpa_mask(
-            q_length=q_length, mask_function=mask_function, device=device, **options
-        )
+    lengths = lengths_of_row(q_length)
+    if lengths is None or not is_packed or not has_borders or options["batch_size"] != 1:
+        mask: torch.Tensor | None = sdpa_mask(q_length=q_length, device=device, **options)
         return mask
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    later = torch.arange(1, q_length, device=device)
-    # A token that does not see the token before it starts a segment.
-    begins = ~mask_function(zero, zero, later, later - 1)
-    ends = later.new_tensor([q_length])
-    starts = torch.cat([zero[None], later[begins], ends]).to(torch.int32)
-    return RowBorders(starts, int(starts.diff().max()))
+    return RowBorders.of(lengths, torch.device(device))
 
 
 def segment_attention(
@@ -99,8 +134,7 @@ def segment_attention(
     *,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
+    cu_seq_lens_q: RowBorders | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer, for a packed row in each segment separately.
@@ -109,15 +143,14 @@ def segment_attention(
 
     Args:
         query: [B, H, T, D]; `key` and `value` are [B, G, T, D], and G divides H.
-        cu_seq_lens_q: `RowBorders.starts` of the images, which only a vision tower passes.
-        max_length_q: `RowBorders.longest` of the images.
+        cu_seq_lens_q: the borders of the images, which only a vision tower passes
+            (`learner.model.packed_rows`).
 
     Returns:
         [B, T, H, D], and None instead of attention weights.
     """
     if cu_seq_lens_q is not None:
-        assert max_length_q is not None, "transformers' vision towers pass both arguments"
-        segments = RowBorders(cu_seq_lens_q, max_length_q)
+        segments = cu_seq_lens_q
     elif isinstance(attention_mask, RowBorders):
         segments = attention_mask
     else:
@@ -137,8 +170,7 @@ def segment_attention(
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         attended = attend_in_one_call(query, key, value, segments, scaling=scaling, causal=causal)
         return attended, None
-    lengths = segments.starts.diff().tolist()
-    splits = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
+    splits = [tensor.split(segments.lengths, dim=2) for tensor in (query, key, value)]
     outputs = []
     for segment in zip(*splits, strict=True):
         output, _ = sdpa_attention_forward(
@@ -167,14 +199,15 @@ def attend_in_one_call(
         options["enable_gqa"] = True
     elif group_size > 1:
         key, value = (tensor.repeat_interleave(group_size, dim=1) for tensor in (key, value))
+    longest = max(segments.lengths)
     attended = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         segments.starts,
         segments.starts,
-        segments.longest,
-        segments.longest,
+        longest,
+        longest,
         scale=scaling,
         window_size=(-1, 0) if causal else (-1, -1),
         **options,

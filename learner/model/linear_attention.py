@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
+from learner.model.attention import lengths_of_row
+
 
 class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
     """Qwen3.5's linear attention (gated delta net), computed separately for each segment."""
@@ -21,7 +23,7 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
         self,
         hidden_states: torch.Tensor,
         *,
-        segment_lengths: list[int] | None = None,
+        segment_lengths: tuple[int, ...] | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """Compute a packed row [1, T, E] segment by segment.
@@ -39,7 +41,7 @@ class SegmentedDeltaNet(Qwen3_5GatedDeltaNet):
 def keep_segments_apart(model: PreTrainedModel) -> None:
     """Make the linear attention of `model` compute each segment of a packed row separately.
 
-    All its gated delta nets are changed in place.
+    All its gated delta nets are changed in place. Packed rows must run inside of `packed_row`.
     """
     for module in model.modules():
         if type(module) is Qwen3_5GatedDeltaNet:
@@ -54,16 +56,6 @@ def _tell_segments(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    positions: torch.Tensor | None = options.get("position_ids")
-    # The same conditions under which transformers' attention looks for segments.
-    is_whole = options.get("attention_mask") is None and options.get("past_key_values") is None
-    if positions is None or positions.shape[-2] != 1 or not is_whole:
-        return arguments, options
-    if positions.ndim == 3 and len(positions) == 3:
-        # The three M-RoPE rows do not show segments. With four rows, the first row shows them.
-        return arguments, options
-    text_T = positions.reshape(-1, positions.shape[-1])[0]
-    begins = (text_T.diff() != 1).nonzero()[:, 0] + 1
-    ends = begins.new_tensor([len(text_T)])
-    lengths = torch.cat([begins.new_zeros(1), begins, ends]).diff().tolist()
-    return arguments, {**options, "segment_lengths": lengths}
+    # An argument, because a layer is computed again in the backward, outside of `packed_row`.
+    embeddings_BTE = options["inputs_embeds"]
+    return arguments, {**options, "segment_lengths": lengths_of_row(embeddings_BTE.shape[1])}

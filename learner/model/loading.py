@@ -14,7 +14,6 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn import functional as F
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -38,6 +37,7 @@ from learner.model.checkpoint_folder import (
     no_chat_template,
     weight_problems,
 )
+from learner.model.packed_rows import prepare_vision_tower
 from learner.model.parts import freeze_parts
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -67,31 +67,6 @@ _LAYERS_WITHOUT_STATE = {"full_attention", "sliding_attention", "chunked_attenti
 _ANSWER = "the-model-said-this"
 """A text that stands for an answer, to find what a chat template writes after answers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class PatchProjection(nn.Conv3d):
-    """The patch embedding of a vision tower, computed as one matrix product.
-
-    transformers implements it as a `Conv3d`, for which cuDNN has no usable bfloat16 backward.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [R, E, 1, 1, 1] of R image patches [R, C, T, H, W]."""
-        projected_RE = F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
-        return projected_RE[:, :, None, None, None]
-
-
-def project_patches_as_matrix(model: nn.Module) -> None:
-    """Make every patch embedding in `model` compute as one matrix product (`PatchProjection`).
-
-    The model is changed in place.
-    """
-    for module in model.modules():
-        if type(module) is nn.Conv3d:
-            # Its input consists of patches of the kernel's size, so it must not cut patches itself.
-            assert module.stride == module.kernel_size, "a patch embedding's patches do not overlap"
-            # Exchange the class instead of the attribute `forward`: copies of the model keep it.
-            module.__class__ = PatchProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +303,7 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         # From host memory, which holds the whole unquantized model.
         quantize_layers(model, config.adapted_parts, device)
     model = model.to(device)
-    project_patches_as_matrix(model)
+    prepare_vision_tower(model)
     if is_by_segments:
         attend_by_segments(model)
     if model.config.model_type in HYBRID_MODEL_TYPES:

@@ -75,6 +75,8 @@ class LearnedSupervision(NamedTuple):
     rollout (`learner.algorithms.advantages`)."""
     call: torch.Tensor
     """int64 [M], ascending: number, from 0 in the row, of the model call that sampled the token."""
+    num_calls: int
+    """Number of model calls in the row. To read it from `call`, the host would wait for the GPU."""
     teacher: TeacherSupervision | None = None
     """The teacher's log-probabilities; None if no teacher scored the tokens."""
 
@@ -85,6 +87,7 @@ NOTHING_LEARNED = LearnedSupervision(
     torch.empty(0),
     torch.empty(0),
     torch.empty(0, dtype=torch.int64),
+    0,
 )
 
 

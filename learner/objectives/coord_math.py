@@ -205,8 +205,9 @@ class _ReadLogits(torch.autograd.Function):
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
     scaled_NV = _fenced(logits_NV, normalizer.temperature)
-    if normalizer.excluded_ids:
-        scaled_NV[:, torch.tensor(normalizer.excluded_ids, device=scaled_NV.device)] = -math.inf
+    # One by one: a tensor of the ids would be copied to the GPU, and the host would wait.
+    for token_id in normalizer.excluded_ids:
+        scaled_NV[:, token_id] = -math.inf
     return scaled_NV
 
 

@@ -63,7 +63,7 @@ def log_ratios(
     log_ratio_M = learner_logprobs_M.detach() - learned.engine_logprobs
     if level == "token" or not len(log_ratio_M):
         return log_ratio_M
-    calls_C = torch.arange(int(learned.call[-1]) + 1, device=learned.call.device)
+    calls_C = torch.arange(learned.num_calls, device=learned.call.device)
     # `index_add` is not deterministic on a GPU.
     is_of_CM = learned.call == calls_C[:, None]
     log_ratio_C = torch.where(is_of_CM, log_ratio_M, 0.0).sum(dim=1)

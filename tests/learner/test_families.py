@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from config_support import configuration, trajectory_config
+from emulated_cuda import CUDA, emulated_cuda, on_host
 from tiny_qwen import FAMILIES, HIDDEN, TOWERS, make_stock_model
 from trajectory_support import picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -21,6 +22,7 @@ from launch.checks.model_shape import ModelShape
 from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.collate import collate
+from learner.model.attention import packed_row
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
 from learner.model.loading import load_model, model_type_problem
 from learner.model.parts import trained_parameters
@@ -89,7 +91,7 @@ def step(parts, rows):
     config, loaded, segments = parts
     loaded.model.zero_grad(set_to_none=True)
     objectives = build_objectives(config.rollout_matching.pipeline, Channel.A, loaded.coord_ids_C)
-    packed = [row_of(parts, row) for row in rows]
+    packed = [row_of(parts, row).to(loaded.device) for row in rows]
     losses = [train_row(loaded.model, row, objectives, Normalizer()).loss for row in packed]
     number, named = len(segments), loaded.model.named_parameters()
     gradients = {name: one.grad / number for name, one in named if one.grad is not None}
@@ -115,15 +117,17 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
     """The slow way: the model makes its own positions, and the whole vocabulary's logits are
     read."""
     _, loaded, segments = parts
-    inputs = row_of(parts, segments).inputs
+    row = row_of(parts, segments)
+    inputs = row.inputs
     hidden = partial(loaded.model.model, use_cache=False)
     with torch.no_grad():
-        packed = hidden(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=None,
-            **inputs.image_arguments(torch.float32),
-        ).last_hidden_state[0]
+        with packed_row(row.lengths):
+            packed = hidden(
+                input_ids=inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=None,
+                **inputs.image_arguments(torch.float32),
+            ).last_hidden_state[0]
         start = 0
         for segment in segments:
             prompt = segment.prompt
@@ -143,6 +147,22 @@ def test_the_row_s_positions_are_those_the_model_gives_a_segment_by_itself(parts
             ]
             torch.testing.assert_close(*scores, atol=1e-5, rtol=1e-5)
             start = stop
+
+
+@pytest.mark.slow
+def test_a_row_on_an_emulated_gpu_has_the_bits_of_the_cpu_and_waits_eight_times_at_most(parts):
+    config, _, segments = parts
+    loss, gradients = step(parts, [segments])
+    with emulated_cuda() as cuda:
+        on_device = config, load_model(config, CUDA), segments
+        cuda.reset()
+        loss_of_device, gradients_of_device = step(on_device, [segments])
+        waits = [*cuda.syncs, *cuda.uploads]
+    assert loss_of_device == loss
+    assert gradients_of_device.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(on_host(gradients_of_device[name]), gradient), name
+    assert len(waits) <= 8, waits
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import CUDA, HOST, emulated_cuda, on_host
 from tiny_qwen import HIDDEN, TOWERS, make_stock_model
-from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModelForImageTextToText,
@@ -23,14 +21,15 @@ from transformers import (
 )
 
 import learner.model.attention
-from learner.collate import ModelInputs, collate
+from learner.collate import PackedRow, collate
 from learner.model.attention import (
     RowBorders,
     attend_by_segments,
-    attend_in_one_call,
+    packed_row,
     segment_attention,
     segments_or_mask,
 )
+from learner.model.packed_rows import prepare_vision_tower
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TextWeights, TokenRole
 
@@ -50,7 +49,7 @@ def make_model(family: str, folder: Path) -> Any:
     return model(config(vocab_size=64, **shape, **heads)).train()
 
 
-def packed_row(model: Any, *, has_images: bool) -> ModelInputs:
+def make_row(model: Any, *, has_images: bool) -> PackedRow:
     """A row of segments, each with an image of its own size where there are images."""
     config, draw = model.config, np.random.default_rng(0)
     segments = []
@@ -70,19 +69,20 @@ def packed_row(model: Any, *, has_images: bool) -> ModelInputs:
         segments.append(Segment(position, prompt, target))
     rope = model.model.get_rope_index if has_images or hasattr(model.model, "visual") else None
     no_text = TextWeights(desc=0.0, matched_structure=0.0, structure=0.0)
-    return collate(segments, text_weights=no_text, rope_index=rope).inputs
+    return collate(segments, text_weights=no_text, rope_index=rope)
 
 
-def learned(model: Any, inputs: ModelInputs) -> dict[str, torch.Tensor]:
+def learned(model: Any, row: PackedRow) -> dict[str, torch.Tensor]:
     """The hidden states of a row, and the gradient by parameter of a mean over its tokens."""
     model.zero_grad(set_to_none=True)
-    hidden_TD = model.model(
-        input_ids=inputs.input_ids,
-        position_ids=inputs.position_ids,
-        attention_mask=None,
-        use_cache=False,
-        **inputs.image_arguments(torch.float32),
-    ).last_hidden_state[0]
+    with packed_row(row.lengths):
+        hidden_TD = model.model(
+            input_ids=row.inputs.input_ids,
+            position_ids=row.inputs.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            **row.inputs.image_arguments(torch.float32),
+        ).last_hidden_state[0]
     generator = torch.Generator().manual_seed(1)
     (hidden_TD * torch.rand(hidden_TD.shape, generator=generator)).sum(1).mean().backward()
     reached = [(name, one.grad) for name, one in model.named_parameters() if one.grad is not None]
@@ -106,10 +106,11 @@ def test_a_packed_row_has_the_values_and_gradients_of_the_masked_one(
     model = make_model(family, tmp_path)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = packed_row(model, has_images=has_images)
-    masked = learned(model, inputs)
+    row = make_row(model, has_images=has_images)
+    masked = learned(model, row)
+    prepare_vision_tower(model)
     attend_by_segments(model)
-    by_segments = learned(model, inputs)
+    by_segments = learned(model, row)
     assert by_segments.keys() == masked.keys()
     assert ("model.visual.patch_embed.proj.weight" in masked) == has_images
     for name, expected in masked.items():
@@ -131,7 +132,7 @@ def test_no_layer_of_a_packed_row_is_given_a_mask(family: str, tmp_path: Path) -
     layers = model.get_decoder().layers
     for layer in layers:
         layer.register_forward_pre_hook(note, with_kwargs=True)
-    learned(model, packed_row(model, has_images=False))
+    learned(model, make_row(model, has_images=False))
     assert masks == [RowBorders] * len(layers)
 
 
@@ -175,37 +176,30 @@ def test_a_checkpoint_does_not_name_an_attention_that_others_do_not_have(tmp_pat
 # What transformers calls once in each forward
 
 
-def same_segment(row: list[int]) -> Callable[..., torch.Tensor]:
-    """The mask of a packed row in transformers' words; `row` names the segment of each token."""
-    of_token = torch.tensor(row)
-
-    def sees(batch: torch.Tensor, head: torch.Tensor, query: Any, key: Any) -> torch.Tensor:
-        return (of_token[query] == of_token[key]) & (key <= query)
-
-    return sees
-
-
-def mask_of(row: list[int], **changes: Any) -> Any:
+def mask_of(lengths: tuple[int, ...], **changes: Any) -> Any:
+    """What the layers of a row with segments of these lengths get."""
+    num_tokens = sum(lengths)
     arguments: dict[str, Any] = {
         "batch_size": 1,
-        "q_length": len(row),
-        "kv_length": len(row),
+        "q_length": num_tokens,
+        "kv_length": num_tokens,
         "q_offset": 0,
         "kv_offset": 0,
-        "mask_function": same_segment(row),
+        "mask_function": lambda batch, head, query, key: key <= query,
         "allow_is_causal_skip": False,
         "dtype": torch.float32,
     }
-    return segments_or_mask(**arguments | changes)
+    with packed_row(lengths):
+        return segments_or_mask(**arguments | changes)
 
 
 def test_a_packed_row_has_borders_in_place_of_a_mask() -> None:
-    segments = mask_of([0, 0, 0, 1, 2, 2])
+    segments = mask_of((3, 1, 2))
     assert isinstance(segments, RowBorders)
     assert (segments.starts.tolist(), segments.starts.dtype) == ([0, 3, 4, 6], torch.int32)
-    assert segments.longest == 3
-    assert mask_of([0]).starts.tolist() == [0, 1]
-    assert mask_of([0, 0, 0], allow_is_causal_skip=True) is None, "one sequence needs none"
+    assert segments.lengths == (3, 1, 2)
+    assert mask_of((1,)).starts.tolist() == [0, 1]
+    assert mask_of((3,), allow_is_causal_skip=True) is None, "one sequence needs none"
 
 
 @pytest.mark.parametrize(
@@ -215,104 +209,60 @@ def test_a_packed_row_has_borders_in_place_of_a_mask() -> None:
         {"attention_mask": torch.tensor([[False, True, True, True]])},
         {"batch_size": 2},
         {"kv_length": 5},
+        {"q_length": 3},
     ],
-    ids=["a window", "padding", "several rows", "a cache"],
+    ids=["a window", "padding", "several rows", "a cache", "another number of tokens"],
 )
 def test_what_borders_cannot_say_keeps_its_mask(changes: dict[str, Any]) -> None:
-    mask = mask_of([0, 0, 1, 1], mask_function=lambda batch, head, q, k: k <= q, **changes)
+    mask = mask_of((2, 2), **changes)
     assert mask.dtype is torch.bool
-    assert mask.shape[-2:] == (4, changes.get("kv_length", 4))
+    assert mask.shape[-2:] == (changes.get("q_length", 4), changes.get("kv_length", 4))
 
 
-# The kernel of a GPU, which is not here
+# The kernel of a GPU, which is emulated
 
 
-def varlen_by_hand(
+def varlen_of_torch_2_11(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
+    cu_seq_k: torch.Tensor,
     max_q: int,
     max_k: int,
     *,
-    return_aux: Any = None,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """What the documentation of `torch.nn.attention.varlen.varlen_attn` says: [T, H, D] of each."""
-    assert window_size in ((-1, 0), (-1, -1))
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    assert cu_seq_k is not None
-    assert torch.equal(cu_seq_q, cu_seq_k)
-    assert int(cu_seq_q.diff().max()) == max_q == max_k
-    attended = torch.empty_like(query)
-    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
-        causal = window_size == (-1, 0)
-        part = F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=enable_gqa
-        )
-        attended[start:end] = part.transpose(0, 1)
-    return attended
+) -> Any:
+    """Refuses heads of different numbers."""
+    of_segments = (cu_seq_q, cu_seq_k, max_q, max_k)
+    return varlen_attn(query, key, value, *of_segments, scale=scale, window_size=window_size)
 
 
-def test_the_stand_in_is_called_as_torchs_own() -> None:
-    def parameters(function: Any) -> list[tuple[Any, ...]]:
-        listed = signature(function).parameters
-        return [(name, one.kind, one.default) for name, one in listed.items()]
-
-    assert parameters(varlen_by_hand) == parameters(varlen_attn)
-
-
+@pytest.mark.parametrize("varlen", [varlen_attn, varlen_of_torch_2_11])
 @pytest.mark.parametrize(("causal", "num_kv_heads"), [(True, 2), (True, 4), (False, 4)])
 def test_one_call_for_all_segments_gives_what_one_call_for_each_does(
-    causal: bool, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    causal: bool, num_kv_heads: int, varlen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.model.attention, "varlen_attn", varlen_by_hand)
+    monkeypatch.setattr(learner.model.attention, "varlen_attn", varlen)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, num_kv_heads, num_kv_heads))
-    segments = RowBorders(torch.tensor([0, 2, 3, 9], dtype=torch.int32), 6)
+    heads = (4, num_kv_heads, num_kv_heads)
+    inputs = [torch.randn(1, number, 9, 8).bfloat16() for number in heads]
+    towards = torch.randn(1, 9, 4, 8).bfloat16()
     layer: Any = SimpleNamespace(is_causal=causal, num_key_value_groups=4 // num_kv_heads)
-    by_one = attend_in_one_call(query, key, value, segments, scaling=0.3, causal=causal)
-    by_each, _ = segment_attention(layer, query, key, value, segments, scaling=0.3)
-    torch.testing.assert_close(by_one, by_each, atol=1e-6, rtol=1e-6)
 
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_torch_whose_kernel_takes_no_groups_gets_repeated_keys_and_gives_the_same(
-    causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def of_torch_2_11(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seq_q: torch.Tensor,
-        cu_seq_k: torch.Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-    ) -> torch.Tensor:
-        # Refuses heads of different numbers.
-        of_segments = (cu_seq_q, cu_seq_k, max_q, max_k)
-        options: Any = {"scale": scale, "window_size": window_size}
-        return varlen_by_hand(query, key, value, *of_segments, **options)
-
-    def attended(varlen: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    def attended(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         """The output, and the gradients of query, key and value."""
-        monkeypatch.setattr(learner.model.attention, "varlen_attn", varlen)
-        draw = torch.Generator().manual_seed(0)
-        tensors = [torch.randn(1, h, 9, 8, generator=draw).requires_grad_() for h in (6, 2, 2)]
-        segments = RowBorders(torch.tensor([0, 2, 3, 9], dtype=torch.int32), 6)
-        output = attend_in_one_call(*tensors, segments, scaling=0.3, causal=causal)
-        weights = torch.randn(output.shape, generator=draw)
-        return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
+        given = [one.to(device, dtype).requires_grad_() for one in inputs]
+        segments = RowBorders.of((2, 1, 6), device)
+        output, _ = segment_attention(layer, *given, segments, scaling=0.3)
+        (output * towards.to(device, dtype)).sum().backward()
+        return on_host([output, *(one.grad for one in given)])
 
-    for ours, expected in zip(attended(of_torch_2_11), attended(varlen_by_hand), strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-6)
+    by_each = attended(HOST, torch.float32)
+    with emulated_cuda() as cuda:
+        by_one = attended(CUDA, torch.bfloat16)
+        assert cuda.num_varlen == 1
+    for one, expected in zip(by_one, by_each, strict=True):
+        # A value of the product and a sum of a few are rounded to 8 bits.
+        torch.testing.assert_close(one.float(), expected, atol=0.02, rtol=0.02)

@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from launch.tools.demo.model import make_demo_model
-from learner.model.loading import PatchProjection, load_model, project_patches_as_matrix
+from learner.model.loading import load_model
+from learner.model.packed_rows import PatchProjection, prepare_vision_tower
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
@@ -32,7 +33,7 @@ def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.slow
 def test_values_and_gradients_are_those_of_the_convolution(tower: Any) -> None:
     changed = copy.deepcopy(tower)
-    project_patches_as_matrix(changed)
+    prepare_vision_tower(changed)
     generator = torch.Generator().manual_seed(0)
     size = tower.patch_embed.proj.weight[0].numel()
     patches_RD = 2 * torch.rand(40, size, generator=generator) - 1
@@ -52,7 +53,7 @@ def test_values_and_gradients_are_those_of_the_convolution(tower: Any) -> None:
 
 def test_parameters_keep_their_names_shapes_and_values(tower: Any) -> None:
     changed = copy.deepcopy(tower)
-    project_patches_as_matrix(changed)
+    prepare_vision_tower(changed)
     assert isinstance(changed.patch_embed.proj, PatchProjection)
     assert list(changed.state_dict()) == list(tower.state_dict())
     for name, value in tower.state_dict().items():
@@ -70,4 +71,4 @@ def test_a_learner_loads_no_convolution(
 
 def test_a_convolution_whose_patches_overlap_is_not_taken_for_a_patch_embedding() -> None:
     with pytest.raises(AssertionError, match="do not overlap"):
-        project_patches_as_matrix(nn.Sequential(nn.Conv3d(1, 1, kernel_size=2, stride=1)))
+        prepare_vision_tower(nn.Sequential(nn.Conv3d(1, 1, kernel_size=2, stride=1)))

@@ -41,7 +41,7 @@ def learned(**changes):
     of_call = torch.tensor([advantage for _, advantage in CALLS], dtype=torch.float64)
     weight = torch.tensor([1.0 / size for size in sizes], dtype=torch.float64)
     sampled = LearnedSupervision(
-        torch.arange(len(engine)), engine, of_call[call], weight[call], call
+        torch.arange(len(engine)), engine, of_call[call], weight[call], call, len(CALLS)
     )
     config = PolicyGradientConfig(**CONFIG | changes)
     loss = policy_gradient_loss(learner, sampled, config)
@@ -153,7 +153,7 @@ def test_a_row_without_a_sampled_token_has_a_loss_of_zero_at_every_level():
     empty = torch.empty(0, requires_grad=True)
     column = torch.empty(0)
     none = torch.empty(0, dtype=torch.int64)
-    sampled = LearnedSupervision(none, column, column, column, none)
+    sampled = LearnedSupervision(none, column, column, column, none, 0)
     for level in ("token", "call", "call_mean"):
         config = PolicyGradientConfig(**CONFIG, ratio_level=level)
         assert policy_gradient_loss(empty, sampled, config).item() == 0.0
