@@ -1,7 +1,7 @@
 """Compare the seconds of an update with TRL's GRPOTrainer, on the same model and questions.
 
 `python -m benchmarks.against_trl --trl /path/to/venv/bin/python [--model outputs/demo/smollm]
-[--questions 4] [--rollouts 8] [--updates 8] [--rounds 2] [--actors 3]`. That interpreter has
+[--questions 4] [--rollouts 8] [--updates 8] [--rounds 2] [--actors 2]`. That interpreter has
 `trl==1.16.0`, with the versions of torch and transformers that this project has.
 
 Both train the environment `sums` in float32 with two threads, the same rate, temperature, length
@@ -46,7 +46,7 @@ def of_job(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             f"environment.rollouts_per_example={options.rollouts}",
             f"rollout_matching.max_new_tokens={MAX_NEW_TOKENS}",
             f"learner.cpu_threads={THREADS}",
-            f"rollout_matching.actors.num_actors={options.actors}",
+            f"rollout_matching.vllm.actors.num_actors={options.actors}",
             "checkpoint.save_final=false",
         ],
         check=True,
@@ -153,7 +153,7 @@ def main() -> None:
         ("rollouts", 8),
         ("updates", 8),
         ("rounds", 2),
-        ("actors", 3),
+        ("actors", 2),
     ):
         parser.add_argument(f"--{name}", type=int, default=number, help="default: %(default)s")
     parser.add_argument("--side", choices=["trl"], help=argparse.SUPPRESS)
