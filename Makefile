@@ -51,7 +51,9 @@ RUN = run=outputs/$$(date +%F)/$$(date +%H-%M-%S) && \
     ln -sfn ../../$$run outputs/demo/last_$(2)
 
 # Three actors and a learner take four GPUs. With fewer, the engine shares the learner's. (Without GPUs all share the CPU.)
-ON_FEW_GPUS = $(if $(filter 1 2 3,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU ')),backend=colocate)
+NUM_GPUS = $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU '); v=$${CUDA_VISIBLE_DEVICES-unset}; \
+    [ "$$n" = 0 ] || [ "$$v" = unset ] || n=$$(echo "$$v" | tr , '\n' | grep -c .); echo $$n)
+ON_FEW_GPUS = $(if $(filter 1 2 3,$(NUM_GPUS)),backend=colocate)
 
 demo: setup
 	@$(call RUN,stage2_3v1,demo,$(ON_FEW_GPUS))

@@ -21,7 +21,12 @@ from transformers import AttentionInterface, Qwen3Config
 from transformers.masking_utils import create_causal_mask
 
 from benchmarks.logit_memory import peak_bytes
-from learner.model.attention import SEGMENT_ATTENTION, register_segment_attention
+from learner.model.attention import (
+    SEGMENT_ATTENTION,
+    RowBorders,
+    packed_row,
+    register_segment_attention,
+)
 
 MASKED = "sdpa"
 HEADS = 8
@@ -35,8 +40,8 @@ class Case:
     def __init__(self, num_tokens: int, num_segments: int, num_layers: int) -> None:
         draw = torch.Generator().manual_seed(0)
         ends = torch.arange(1, num_segments + 1) * num_tokens // num_segments
-        lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
-        self.position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+        self.lengths = ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+        self.position_ids = torch.cat([torch.arange(length) for length in self.lengths])[None]
         heads = (HEADS, KV_HEADS, KV_HEADS)
         shapes = [(1, number, num_tokens, HEAD_DIM) for number in heads]
         self.layers = []
@@ -48,13 +53,16 @@ class Case:
         """Run forward and backward; return the layers' outputs and their inputs' gradients."""
         config = Qwen3Config(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
         config._attn_implementation = attention
-        mask = create_causal_mask(
-            config,
-            inputs_embeds=torch.empty(1, self.position_ids.shape[1], 1),
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=self.position_ids,
-        )
+        with packed_row(self.lengths):
+            mask = create_causal_mask(
+                config,
+                inputs_embeds=torch.empty(1, self.position_ids.shape[1], 1),
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=self.position_ids,
+            )
+        is_by_segments = attention == SEGMENT_ATTENTION and len(self.lengths) > 1
+        assert isinstance(mask, RowBorders) == is_by_segments, type(mask)
         layer: Any = SimpleNamespace(is_causal=True, num_key_value_groups=HEADS // KV_HEADS)
         attend = AttentionInterface()[attention]
         outputs = [

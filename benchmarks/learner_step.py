@@ -29,8 +29,8 @@ from learner.collate import PackedRow, collate
 from learner.host_memory import in_gib
 from learner.model.attention import attend_by_segments, packed_row
 from learner.model.optimizer import Optimizer
-from learner.model.packed_rows import prepare_vision_tower
 from learner.model.ranks import Ranks
+from learner.model.vision import prepare_vision_tower
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives
@@ -92,7 +92,7 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 ROWS = {"small": (2_000, 500, 64), "4b": (12_000, 1_700, 1_024)}
 """Defaults by size: tokens of a row, of each segment, and of each segment's image."""
 LEAST_TEXT = 100
-"""Tokens that a segment must have besides its image: its prompt, and some to learn."""
+"""Tokens that a segment must have in addition to its image: its prompt, and some to learn."""
 TRAINING = TrainingSection(seed=0, max_steps=100, learning_rate=1e-6)
 
 

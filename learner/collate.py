@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from learner.algorithms.advantages import TokenAdvantages
+from learner.model.ranks import to_device
 from learner.objectives.base import (
     BoxSupervision,
     CoordSupervision,
@@ -93,8 +94,8 @@ class PackedRow:
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens of each segment, including the segment without supervision."""
-        beside = self.inputs.input_ids.shape[-1] - self.num_tokens
-        return (*map(len, self.segments), *([beside] if beside else []))
+        unsupervised = self.inputs.input_ids.shape[-1] - self.num_tokens
+        return (*map(len, self.segments), *([unsupervised] if unsupervised else []))
 
     @property
     def on_host(self) -> PackedRow:
@@ -116,17 +117,6 @@ class PackedRow:
             compared=_to(self.compared, device),
             _on_host=self.on_host,
         )
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor from host memory to `device`. The host does not wait for a GPU.
-
-    Not tested on a GPU.
-    """
-    # Other copies to a GPU end with a wait for all work that is queued there.
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def _to(columns: Any, device: torch.device) -> Any:

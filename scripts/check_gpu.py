@@ -1,16 +1,17 @@
 """Checks that the packages a vLLM engine needs on a GPU load on this machine.
 
-`scripts/setup.sh gpu` runs it last. vLLM expects some of these packages to be missing or broken,
-but only with an ImportError (`vllm.distributed.device_communicators.flashinfer_all_reduce`). Any
-other error, such as that of two CUDA packages of different versions, would end the engine.
+`scripts/setup.sh gpu` runs it last. locks/gpu.txt has all of these packages, so each must load.
+vLLM itself works without some of them, but expects no other error than an ImportError. That of two
+CUDA packages of different versions would end the engine.
 
 On a machine without an NVIDIA driver, such as a login node or one that builds an image, only
-packages that load without it are checked. Not run on a GPU.
+packages that load without it are checked, so run it again where the GPU is. Not run on a GPU.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import traceback
@@ -28,7 +29,6 @@ WITHOUT_DRIVER = (
 """Modules that vLLM 0.32 and flashinfer import on a GPU, and that load without a driver."""
 WITH_DRIVER = (
     "vllm._C_stable_libtorch",
-    "vllm._moe_C_stable_libtorch",
     "vllm.cumem_allocator",
     "vllm.vllm_flash_attn.layers.rotary",
     "vllm.v1.attention.backends.flash_attn",
@@ -51,7 +51,13 @@ def driver_version() -> str | None:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
         return None
-    return answer.stdout.partition("\n")[0].strip() or None
+    except subprocess.TimeoutExpired:
+        sys.exit(
+            "nvidia-smi has not answered within 60 s, so the NVIDIA driver hangs; restart the"
+            " machine, and run the set-up again"
+        )
+    found = re.match(r"[0-9]+[0-9.]*", answer.stdout)
+    return found and found[0]  # other text says that there is no GPU
 
 
 def cuda_problem(torch: Any, driver: str | None) -> str | None:
@@ -94,11 +100,13 @@ def import_problems(names: Sequence[str]) -> Iterator[str]:
             importlib.import_module(name)
         except Exception as error:
             traceback.print_exc()
+            # An AttributeError: of two packages with one module, one has overwritten the other.
+            hint = "cuda-python and cuda-bindings must have the same version"
             yield (
                 f"{name} does not load ({type(error).__name__}: {error}), and vLLM imports it when"
                 " an engine starts; remove .venv and run the set-up again, and if it remains,"
-                " compare `pip list` with locks/gpu.txt (cuda-python and cuda-bindings must have"
-                " the same version)"
+                " compare `pip list` with locks/gpu.txt"
+                f"{f' ({hint})' if isinstance(error, AttributeError) else ''}"
             )
 
 

@@ -160,7 +160,7 @@ main() {
     fi
     [[ -f locks/$extra.txt ]] || die "locks/$extra.txt does not exist; give cpu or gpu, or no argument"
     # An editable install contains the path of the clone, so a moved clone is set up again. Settings of the linters are ignored.
-    stamp=$({ echo "$PWD $extra"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat "locks/$extra.txt" scripts/setup.sh scripts/torchvision_cpu_hook.py; } | sha256sum)
+    stamp=$({ echo "$PWD $extra"; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat "locks/$extra.txt" scripts/setup.sh scripts/check_gpu.py scripts/torchvision_cpu_hook.py; } | sha256sum)
     if [[ -f $STAMP && $(<"$STAMP") == "$stamp" ]]; then
         return
     fi

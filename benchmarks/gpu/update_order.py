@@ -37,7 +37,7 @@ def copied(device: torch.device, num_products: int, *, waits: bool) -> float:
 
 def main() -> None:
     arguments = options(__doc__)
-    # A quarter of a second on an H200, which is long for the copy of the weights.
+    # Estimated at a quarter of a second on an H200, which is long for the copy of the weights.
     num_products = 4 if arguments.toy else 100
     for _ in range(REPEATS):
         assert copied(arguments.device, num_products, waits=True) == 1.0, "old weights were read"

@@ -61,12 +61,14 @@ def proposals(
     possible = [one for one in (*_FIXED, *uncertain) if search.is_new(one)]
     possible = [one for one in possible if one in _FIXED or search.changed([one]) is not None]
     num_ranks = config.learner.world_size
-    idle = [_shards(number) for number in range(num_ranks + 1, num_ranks + idle_gpus + 1)]
+    # Several ranks of whole models may become as many shards.
+    least = num_ranks if num_ranks > 1 and not config.learner.is_sharded else num_ranks + 1
+    idle = [_shards(number) for number in range(least, num_ranks + idle_gpus + 1)]
     smaller_rows = [one for one in possible if one in _FIXED and "training.optimizer" not in one]
     found = search.minimal(idle + smaller_rows, [(change,) for change in idle])[:1]
     found += search.minimal(possible, [()])
     if not found:
-        ranks: list[Change] = [_shards(number) for number in (2, 4, 8) if number > num_ranks]
+        ranks: list[Change] = [_shards(number) for number in (2, 4, 8) if number >= least]
         found = search.minimal(possible + ranks, [(change,) for change in ranks])
     return found[:MOST]
 

@@ -3,10 +3,9 @@
     rollmatch replay run=RUN step=7
 
 The learner loads the last full checkpoint before the step, or else the run's model. It trains all
-steps up to the given one on the rollouts in `rollouts/`. On a CPU the metrics of each step must
-equal `metrics.jsonl` bit for bit, which they do on the type of processor that the run had. The
-weights after it must have the digest in `ledger.jsonl`, if the run recorded a digest. The exit
-status is 1 if metrics or weights differ.
+steps up to the given one on the rollouts in `rollouts/`. On a CPU of the run's type, the metrics of
+each step must equal `metrics.jsonl` bit for bit. The weights after it must have the digest in
+`ledger.jsonl`, if the run recorded a digest. The exit status is 1 if metrics or weights differ.
 
 On a GPU the steps are trained twice, because its kernels may add in another order each time. The
 difference of the two repetitions is the noise, and a metric may differ from the run by
@@ -82,8 +81,8 @@ class ReplayedStep(NamedTuple):
     differences: list[str]
     """A line for each difference from the run; empty if the step is as recorded."""
     noise: float | None
-    """Median relative difference of the metrics in which two repetitions differ. None: the
-    repetitions are equal, or on a CPU, so the step was compared bit for bit."""
+    """Median relative difference of the metrics in which two repetitions differ. None: on a CPU, or
+    all metrics repeat, so they were compared bit for bit."""
 
 
 def replay(options: ReplayOptions, *, repeats: bool) -> Iterator[ReplayedStep]:
@@ -181,6 +180,22 @@ def _placement(run: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
+class _Noise:
+    """The relative differences between a step and its repetition, in the metrics that differ."""
+
+    def __init__(self, report: StepReport, repetition: StepReport) -> None:
+        one, other = report.metrics, repetition.metrics
+        every = {
+            name: _relative(one.get(name), other.get(name)) for name in _learned_names(one, other)
+        }
+        self._of = {name: noise for name, noise in every.items() if noise}
+        self.typical = statistics.median(self._of.values()) if self._of else 0.0
+        self.weights_repeat = report.digests.get("weights") == repetition.digests.get("weights")
+
+    def of(self, name: str) -> float:
+        return max(self._of.get(name, 0.0), self.typical)
+
+
 def _compared(
     recorded: Mapping[str, object],
     recorded_weights: str | None,
@@ -194,33 +209,23 @@ def _compared(
         recorded_weights: the digest of the weights after the step; None if it was not recorded.
         repetition: the same step, trained another time; None on a CPU.
     """
-    weights = report.digests.get("weights")
-    noise: dict[str, float] = {}
-    has_noise = False
-    if repetition is not None:
-        values = report.metrics
-        noise = {
-            name: _relative(values.get(name), repetition.metrics.get(name))
-            for name in _learned_names(values, repetition.metrics)
-        }
-        has_noise = any(noise.values()) or weights != repetition.digests.get("weights")
-    typical = statistics.median([value for value in noise.values() if value] or [0.0])
+    noise = _Noise(report, report if repetition is None else repetition)
     lines = []
     for name in _learned_names(recorded, report.metrics):
         was, now = recorded.get(name), report.metrics.get(name)
         relative = _relative(was, now)
-        of_metric = max(noise.get(name, 0.0), typical)
-        if relative > NOISE_FACTOR * of_metric:
+        if relative > NOISE_FACTOR * noise.of(name):
             line = f"{name}: {was} recorded, {now} now"
             if math.isfinite(relative):
                 line += f", relative difference {relative:.1e}"
-            if has_noise:
-                line += f", noise {of_metric:.1e}"
+            if noise.typical:
+                line += f", noise {noise.of(name):.1e}"
             lines.append(line)
     # The weights show differences in the last bits that metrics may hide.
-    if not has_noise and None not in (recorded_weights, weights) and recorded_weights != weights:
+    weights = report.digests.get("weights")
+    if noise.weights_repeat and recorded_weights not in (None, weights) and weights is not None:
         lines.append(f"weights after the update: {recorded_weights} recorded, {weights} now")
-    return ReplayedStep(report.number, lines, typical if has_noise else None)
+    return ReplayedStep(report.number, lines, noise.typical or None)
 
 
 def _learned_names(*metrics: Mapping[str, object]) -> list[str]:

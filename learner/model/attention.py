@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from learner.collate import to_device
+from learner.model.ranks import to_device
 
 SEGMENT_ATTENTION = "rollmatch_flash"
 """The name under which this attention is registered in transformers.
@@ -144,7 +144,7 @@ def segment_attention(
     Args:
         query: [B, H, T, D]; `key` and `value` are [B, G, T, D], and G divides H.
         cu_seq_lens_q: the borders of the images, which only a vision tower passes
-            (`learner.model.packed_rows`).
+            (`learner.model.vision`).
 
     Returns:
         [B, T, H, D], and None instead of attention weights.

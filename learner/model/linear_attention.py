@@ -57,5 +57,11 @@ def _tell_segments(
     options: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     # An argument, because a layer is computed again in the backward, outside of `packed_row`.
-    embeddings_BTE = options["inputs_embeds"]
-    return arguments, {**options, "segment_lengths": lengths_of_row(embeddings_BTE.shape[1])}
+    lengths = lengths_of_row(options["inputs_embeds"].shape[1])
+    positions = options.get("position_ids")
+    if lengths is None and positions is not None and options.get("attention_mask") is None:
+        # The first are the text's, or those of time. Without padding they only fall between
+        # segments, whose states would be mixed.
+        first = positions[0] if positions.ndim == 3 else positions
+        assert (first.diff(dim=-1) >= 0).all(), "a packed row outside of `packed_row`"
+    return arguments, {**options, "segment_lengths": lengths}

@@ -95,8 +95,8 @@ class LearnerDevice:
         """
         if self.device.type != "cuda":
             return
-        # cuBLAS reads it when it starts. By default its products may use any free workspace, whose
-        # size decides the order of sums.
+        # cuBLAS reads it when it starts. By default, with several streams, it chooses a workspace
+        # at run time, and the order of sums depends on it.
         assert CUBLAS_WORKSPACE in os.environ or not torch.cuda.is_initialized(), "CUDA has started"
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -109,6 +109,17 @@ class LearnerDevice:
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from host memory to `device`. The host does not wait for a GPU.
+
+    Not tested on a GPU.
+    """
+    # Other copies to a GPU end with a wait for all work that is queued there.
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Ranks:

@@ -274,7 +274,7 @@ class ColocatedLLM:
         if self.sleeps and not self._sleeping:
             if weights_follow:
                 # vLLM itself would keep only registered buffers of what is not a parameter.
-                self._llm.collective_rpc("keep_rest")
+                self._llm.collective_rpc("keep_unsynced")
             self._llm.sleep(level=2 if weights_follow else 1)
             self._sleeping = (WEIGHTS, CACHE)
             self._has_no_weights = weights_follow
@@ -296,7 +296,7 @@ class ColocatedLLM:
             self._llm.wake_up([WEIGHTS])
             self._sleeping = (CACHE,)
             if self._has_no_weights:
-                self._llm.collective_rpc("restore_rest")
+                self._llm.collective_rpc("restore_unsynced")
                 self._has_no_weights = False
 
     def shut_down(self) -> None:

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rollout_actors.repeat_guard.vllm import GuardedWorker
-from rollout_actors.weight_sync.rest import RestOfModel
+from rollout_actors.weight_sync.unsynced import UnsyncedMemory
 from shared.weight_sync.checksum import BucketChecksum
 from shared.weight_sync.gloo import GlooReceiver
 from shared.weight_sync.offer import CANARY, CHECKSUMS, TensorSpec, offsets
@@ -121,7 +121,7 @@ class VerifyingWorker(GuardedWorker):
 
     weight_transfer_engine: WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]
     _loader: ChecksumLoader
-    _rest: RestOfModel
+    _unsynced: UnsyncedMemory
 
     # vLLM's attributes, declared for the type checker. A definition here would collide with the
     # worker's.
@@ -156,14 +156,14 @@ class VerifyingWorker(GuardedWorker):
             "logprobs": [repr(logprob) for logprob in loader.logprobs],
         }
 
-    def keep_rest(self) -> None:
-        """Copy what the model holds besides its parameters, before it sleeps at level 2."""
-        self._rest = RestOfModel(self.model_runner.get_model())
+    def keep_unsynced(self) -> None:
+        """Copy the weight memory that no sync writes, before the engine sleeps at level 2."""
+        self._unsynced = UnsyncedMemory(self.model_runner.get_model())
 
-    def restore_rest(self) -> None:
-        """Write back what `keep_rest` copied, once the memory of the weights is there again."""
-        self._rest.restore()
-        del self._rest
+    def restore_unsynced(self) -> None:
+        """Write back what `keep_unsynced` copied, once the memory of the weights is there again."""
+        self._unsynced.restore()
+        del self._unsynced
 
     def abandon_update(self) -> None:
         """End a failed weight update: leave the process group, and restore the model.

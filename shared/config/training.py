@@ -196,9 +196,10 @@ class TrainingSection(Section):
     deterministic: bool = False
     """Compute with kernels that repeat to the bit on a GPU: torch's deterministic algorithms in the
     learner, vLLM's batch-invariant kernels in the engines that the run starts (servers need
-    `VLLM_BATCH_INVARIANT=1`). The price: slower engines, a slower backward of attention that needs
-    more memory, GPUs of compute capability 9.0 or later, and an error if torch has no such kernel.
-    No effect on CPU, where runs repeat anyway. Not run on a GPU."""
+    `VLLM_BATCH_INVARIANT=1`). Engines and the backward of attention are slower then, and the
+    backward needs more memory. GPUs must have compute capability 8.0 or higher. If torch or vLLM
+    has no such kernel for the model, the run ends with an error that names the operation. No effect
+    on CPU, where runs repeat anyway. Not run on a GPU."""
 
     @field_validator("max_steps")
     @classmethod

@@ -68,7 +68,8 @@ USUAL_BEYOND = 0.5
 # Largest noise of a token that raises the bound in float32. SmolLM2 135M has 9e-5.
 LARGEST_NOISE_FLOAT32 = 1e-3
 # Share of the tokens that may exceed the bound, and their allowed number in a short probe. With the
-# figures of trl issue 6789, two in a probe of 39 tokens would stop one sound run of a hundred.
+# figures of trl issue 6789, an allowance of two in a probe of 39 tokens would stop one sound run of
+# a hundred.
 SHARE_BEYOND = 0.02
 FEWEST_BEYOND = 3
 

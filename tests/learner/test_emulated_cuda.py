@@ -288,6 +288,25 @@ def test_in_bfloat16_one_call_of_the_flash_kernel_computes_a_layer_of_a_row(
     assert found.uploads == ()
 
 
+@pytest.mark.slow
+def test_with_deterministic_algorithms_a_row_uses_no_operator_that_torch_refuses(
+    configured: Callable[..., RunConfig],
+) -> None:
+    policy, _ = CASES["k3"]
+    expected = learn(configured(), policy)
+    with emulated_cuda() as cuda:
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(RuntimeError, match="cumsum has no deterministic kernel"):
+                torch.ones(3).to(CUDA).cumsum(0)
+            found = learn(configured(), policy, cuda)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert found.result.loss == pytest.approx(expected.result.loss, rel=1e-6)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, atol=1e-6, rtol=1e-4)
+
+
 # A run
 
 

@@ -15,6 +15,7 @@ import torch
 from config_support import configuration, trajectory_config
 from emulated_cuda import CUDA, emulated_cuda, on_host
 from tiny_qwen import FAMILIES, HIDDEN, TOWERS, make_stock_model
+from torch import nn
 from trajectory_support import picture
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -24,6 +25,7 @@ from learner.algorithms.matched_targets import ground_truth_target
 from learner.collate import collate
 from learner.model.attention import packed_row
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights
+from learner.model.linear_attention import _tell_segments
 from learner.model.loading import load_model, model_type_problem
 from learner.model.parts import trained_parameters
 from learner.objectives.coord_math import Normalizer
@@ -282,3 +284,18 @@ def test_weights_that_have_diverged_are_the_learners_error(parts, value):
             canary.logprobs()
     finally:
         weight[0] = before
+
+
+def test_linear_attention_refuses_a_packed_row_whose_segments_it_was_not_told():
+    """A text's positions are [B, T]; with images [3 or 4, B, T], the first those of the text."""
+    whole, packed = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 1, 0, 1]])
+    seen = {"inputs_embeds": torch.zeros(1, 4, 8)}
+    for positions in (whole, torch.stack([whole, packed, packed, packed])):
+        _, options = _tell_segments(nn.Identity(), (), seen | {"position_ids": positions})
+        assert options["segment_lengths"] is None
+    for positions in (packed, torch.stack([packed, whole, whole, whole])):
+        options = seen | {"position_ids": positions}
+        with pytest.raises(AssertionError, match="packed row outside"):
+            _tell_segments(nn.Identity(), (), options)
+        with packed_row([2, 2]):
+            assert _tell_segments(nn.Identity(), (), options)[1]["segment_lengths"] == (2, 2)

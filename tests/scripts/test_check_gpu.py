@@ -66,8 +66,13 @@ def test_torch_and_driver_that_do_not_fit_are_named_with_a_remedy(
 
 @pytest.mark.parametrize(
     ("program", "version"),
-    [("echo 580.95.05; echo 580.95.05", "580.95.05"), ("exit 9", None), (None, None)],
-    ids=["two GPUs", "no driver is loaded", "no nvidia-smi"],
+    [
+        ("echo 580.95.05; echo 580.95.05", "580.95.05"),
+        ("echo No devices were found", None),
+        ("exit 9", None),
+        (None, None),
+    ],
+    ids=["two GPUs", "no GPU", "no driver is loaded", "no nvidia-smi"],
 )
 def test_the_drivers_version_is_what_nvidia_smi_says(
     check: Any, program: str | None, version: str | None, tmp_path: Path, monkeypatch: Any
@@ -90,6 +95,7 @@ def test_a_package_that_raises_any_error_is_named_and_the_others_are_checked(
     assert missing.startswith("missing does not load (ModuleNotFoundError: ")
     assert mixed.startswith("mixed does not load (AttributeError: cudaIpcMemHandle_t), ")
     assert "cuda-python and cuda-bindings" in mixed
+    assert "cuda-python and cuda-bindings" not in missing
     for name in names:
         sys.modules.pop(name, None)
 

@@ -13,10 +13,21 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "backend"), [(0, ""), (1, "colocate"), (3, "colocate"), (4, ""), (8, "")]
+    ("num_gpus", "visible", "backend"),
+    [
+        (0, None, ""),
+        (1, None, "colocate"),
+        (3, None, "colocate"),
+        (4, None, ""),
+        (8, None, ""),
+        (8, "5,7", "colocate"),
+        (8, "0,1,2,3", ""),
+        (0, "0", ""),
+        (8, "", ""),
+    ],
 )
 def test_with_too_few_gpus_for_three_actors_and_a_learner_the_demo_has_one_engine_in_the_learner(
-    tmp_path: Path, num_gpus: int, backend: str
+    tmp_path: Path, num_gpus: int, visible: str | None, backend: str
 ) -> None:
     smi = tmp_path / "nvidia-smi"
     lines = "".join(
@@ -24,11 +35,14 @@ def test_with_too_few_gpus_for_three_actors_and_a_learner_the_demo_has_one_engin
     )
     smi.write_text(f"#!/bin/sh\n{lines}")
     smi.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
     printed = subprocess.run(
         ["make", "--dry-run", "demo", "demo-agent", "aligned"],
         cwd=ROOT,
-        env=os.environ | {"PATH": path},
+        env=environment,
         capture_output=True,
         text=True,
         check=True,

@@ -36,7 +36,10 @@ TOOLS: dict[str, Tool] = {"+": add, "*": multiply}
 def load_environment(
     num_examples: int = 200, num_eval_examples: int = 50, largest: int = 999, seed: int = 0
 ) -> ToolEnv:
-    """Return the environment. Questions have two numbers from 0 to `largest`."""
+    """Return the environment. Questions have two numbers from 0 to `largest`.
+
+    They are drawn independently: with few numbers a held-out question may be a training question.
+    """
     tools = list(TOOLS.values())
     return ToolEnv(
         tools,

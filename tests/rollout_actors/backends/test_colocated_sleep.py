@@ -176,7 +176,7 @@ class SleepyLLM:
     def update_weight_version(self, new_version): ...
 
     def collective_rpc(self, method, args=()):
-        if method in ("keep_rest", "restore_rest"):
+        if method in ("keep_unsynced", "restore_unsynced"):
             assert "weights" not in self.asleep, f"the memory is not there to {method}"
             self.scene.note(method)
         answers = {
@@ -298,7 +298,7 @@ def test_a_sync_wakes_the_engine_and_leaves_it_asleep_before_the_host_can_learn(
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]
 
 
-KEEPING = ["keep_rest", "sleep 2", "back"]
+KEEPING = ["keep_unsynced", "sleep 2", "back"]
 
 
 def test_weights_that_the_next_sync_replaces_are_dropped_and_the_rest_of_the_model_is_kept(
@@ -312,7 +312,7 @@ def test_weights_that_the_next_sync_replaces_are_dropped_and_the_rest_of_the_mod
     assert scene.take() == ["host away", "wake", *QUEUED, "step", *KEEPING]
     host.updates_next = False
     backend.receive_weights(an_offer(host, 2))
-    synced = ["wake weights", "restore_rest", *FULL_SYNC[1:]]
+    synced = ["wake weights", "restore_unsynced", *FULL_SYNC[1:]]
     assert scene.take() == ["optimizer away", *synced, "back"]
     backend.generate(REQUESTS)
     assert scene.take() == ["host away", "wake", *QUEUED, "step", "sleep", "back"]

@@ -1,11 +1,10 @@
-"""What a model in vLLM's worker holds besides its parameters, while the engine sleeps at level 2.
+"""Keeps the bytes of vLLM's weight memory that no parameter occupies, while the engine sleeps.
 
-Level 2 discards the memory in which vLLM has loaded the model, and restores only the registered
-buffers, such as the tables of rotary embeddings. A model may hold other tensors there: Qwen3-VL
-adds `deepstack_input_embeds` (a list of zeros) to the hidden states of text, and layers that serve
-adapters hold the adapters' matrices. A weight sync would not write them, and the canary would not
-notice: the rows that its own prompt uses are set to zero again. So everything is kept that is not a
-parameter, whichever object refers to it. Not tested on a GPU.
+Sleep level 2 discards this memory and restores only the registered buffers, such as the tables of
+rotary embeddings. A model may have other tensors there: Qwen3-VL adds `deepstack_input_embeds` (a
+list of zeros) to the hidden states of text, and layers with adapters have the adapters' matrices. A
+weight sync does not write them. The canary does not notice lost values either, because its own
+forward resets the rows of `deepstack_input_embeds` that it reads. Not tested on a GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ Range = tuple[int, int]
 """Address of the first byte, and address after the last byte."""
 
 
-class RestOfModel:
-    """A copy, in host memory, of what is not a parameter in the memory of vLLM's weights."""
+class UnsyncedMemory:
+    """A copy, in host memory, of the bytes of vLLM's weight memory that no parameter occupies."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy it from the memory of this process's engine, whose model is `model`."""
+        """Copy the bytes from the engine in this process, whose model is `model`."""
         from vllm.device_allocator import cumem, get_mem_allocator_instance
 
         torch.accelerator.synchronize()

@@ -15,7 +15,7 @@ from torch import nn
 from vllm import device_allocator
 from vllm.device_allocator import cumem
 
-from rollout_actors.weight_sync.rest import RestOfModel, not_parameters
+from rollout_actors.weight_sync.unsynced import UnsyncedMemory, not_parameters
 
 
 class Memory:
@@ -79,11 +79,11 @@ def test_all_but_the_parameters_is_as_before_and_loaded_parameters_are_not_writt
     model = Model(memory)
     others = [*model.deepstack_input_embeds, *model.buffers(), model.cache]
     expected = [other.clone() for other in others]
-    rest = RestOfModel(model)
+    kept = UnsyncedMemory(model)
     memory.discard()
     assert [bool(other.isnan().all()) for other in others] == [True, True, True, False]
     new = {"first": torch.randn(8, 4), "second": torch.randn(5, 1), "turned": torch.randn(4, 6)}
-    rest.restore()
+    kept.restore()
     with torch.no_grad():
         for name, tensor in new.items():
             model.get_parameter(name).copy_(tensor)
@@ -97,11 +97,11 @@ def test_neither_parameters_nor_the_cache_are_copied(memory: Memory) -> None:
         for parameter in (model.first, model.second, model.turned):
             parameter.fill_(1.0)
         model.cache.fill_(1.0)
-    rest = RestOfModel(model)
+    kept = UnsyncedMemory(model)
     memory.discard()
     with torch.no_grad():
         model.cache.fill_(2.0)
-    rest.restore()
+    kept.restore()
     discarded = [bool(getattr(model, name).isnan().all()) for name in ("first", "second", "turned")]
     assert discarded == [True, True, True]
     assert not model.with_gaps.isnan().any(), "between its values may be another tensor"
@@ -119,7 +119,7 @@ def test_neither_parameters_nor_the_cache_are_copied(memory: Memory) -> None:
     ],
     ids=["inside", "all of it", "neighbours", "elsewhere", "tied"],
 )
-def test_the_bytes_between_parameters_are_those_of_the_rest(
+def test_the_bytes_between_parameters_are_what_is_kept(
     allocated: list[tuple[int, int]],
     parameters: list[tuple[int, int]],
     left: list[tuple[int, int]],
