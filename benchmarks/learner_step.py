@@ -29,8 +29,8 @@ from learner.collate import PackedRow, collate
 from learner.host_memory import in_gib
 from learner.model.attention import attend_by_segments, packed_row
 from learner.model.optimizer import Optimizer
+from learner.model.packed_rows import prepare_vision_tower
 from learner.model.ranks import Ranks
-from learner.model.vision import prepare_vision_tower
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.probe import largest_difference, median_s, options
-from learner.model.vision import prepare_vision_tower
+from learner.model.packed_rows import prepare_vision_tower
 
 
 def main() -> None:

@@ -144,7 +144,7 @@ def segment_attention(
     Args:
         query: [B, H, T, D]; `key` and `value` are [B, G, T, D], and G divides H.
         cu_seq_lens_q: the borders of the images, which only a vision tower passes
-            (`learner.model.vision`).
+            (`learner.model.packed_rows`).
 
     Returns:
         [B, T, H, D], and None instead of attention weights.

@@ -37,8 +37,8 @@ from learner.model.checkpoint_folder import (
     no_chat_template,
     weight_problems,
 )
+from learner.model.packed_rows import prepare_vision_tower
 from learner.model.parts import freeze_parts
-from learner.model.vision import prepare_vision_tower
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.model import DataSection

@@ -201,6 +201,7 @@ def test_the_last_step_imports_what_an_engine_needs_on_the_kind_of_machine(machi
     for name in ("cat", "rm", "sha256sum"):
         (machine.programs / name).symlink_to(f"/usr/bin/{name}")
     machine.add("scripts/torchvision_cpu_hook.py")
+    machine.add("scripts/check_gpu.py")
     machine.add(".venv/bin/python")
     path = str(machine.programs)
     done = subprocess.run(

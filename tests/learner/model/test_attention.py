@@ -29,7 +29,7 @@ from learner.model.attention import (
     segment_attention,
     segments_or_mask,
 )
-from learner.model.vision import prepare_vision_tower
+from learner.model.packed_rows import prepare_vision_tower
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TextWeights, TokenRole
 

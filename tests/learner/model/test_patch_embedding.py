@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from launch.tools.demo.model import make_demo_model
 from learner.model.loading import load_model
-from learner.model.vision import PatchProjection, prepare_vision_tower
+from learner.model.packed_rows import PatchProjection, prepare_vision_tower
 from shared.prompts import DEFAULT_USER_PROMPT
 
 
