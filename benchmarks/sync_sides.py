@@ -82,9 +82,9 @@ class Engine(EngineActor):
     async def reload(self, folder: str) -> None:
         await self._engine.collective_rpc("reload_weights", None, folder)
 
-    async def exchange_elements(self, name: str) -> None:
-        """Make the next weight sync exchange two elements of this tensor, as a fault would."""
-        await self._engine.collective_rpc("arm", "exchange", name)
+    async def corrupt(self, name: str) -> None:
+        """Make this tensor arrive upside down in the next weight sync, as a fault would."""
+        await self._engine.collective_rpc("arm", "corrupt", name)
 
     async def cpu_s(self) -> float:
         """Return the processor time of the actor's processes since their start."""

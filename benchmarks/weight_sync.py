@@ -15,7 +15,7 @@ engines share this machine's cores with the same priority.
   folder on disk and a folder in memory.
 
 The engines' greedy tokens are compared with the learner's, after verified and after unverified
-syncs. If two elements arrive exchanged, a verified sync must fail and an unverified sync must
+syncs. If a tensor arrives upside down, a verified sync must fail and an unverified sync must
 succeed.
 """
 
@@ -171,25 +171,23 @@ def check_served(learner: Learner, pool: RolloutClient, num_engines: int) -> Non
 
 
 def check_corruption(learner: Learner, pool: RolloutClient, actors: Sequence[Any]) -> None:
-    """Require that verification detects two exchanged elements, and only verification does.
+    """Require that verification detects a tensor that arrives upside down, and only it does.
 
     The next sync must succeed.
-
-    The two elements are neighbours in one tensor.
     """
     set_parts((), learner, actors)
-    ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
+    ray.get(actors[-1].corrupt.remote(CORRUPTED))
     sync_weights(learner, pool)
     set_parts(ALL_PARTS, learner, actors)
-    ray.get(actors[-1].exchange_elements.remote(CORRUPTED))
+    ray.get(actors[-1].corrupt.remote(CORRUPTED))
     noticed = None
     try:
         sync_weights(learner, pool)
     except WeightSyncError as error:
         noticed = error
-    assert noticed is not None, "two exchanged elements went unnoticed"
+    assert noticed is not None, "a tensor that arrived upside down went unnoticed"
     assert noticed.quantity == "bucket checksums", noticed
-    print(f"two exchanged elements are detected: {noticed}")
+    print(f"a tensor that arrives upside down is detected: {noticed}")
     sync_weights(learner, pool)
 
 
