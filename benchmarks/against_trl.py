@@ -148,13 +148,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trl", help="the Python interpreter that has trl")
     parser.add_argument("--model", default="outputs/demo/smollm", help="default: %(default)s")
-    for name, number in (
-        ("questions", 4),
-        ("rollouts", 8),
-        ("updates", 8),
-        ("rounds", 2),
-        ("actors", 2),
-    ):
+    numbers = {"questions": 4, "rollouts": 8, "updates": 8, "rounds": 2, "actors": 2}
+    for name, number in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=number, help="default: %(default)s")
     parser.add_argument("--side", choices=["trl"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

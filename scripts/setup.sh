@@ -184,7 +184,7 @@ main() {
     fi
     step "compile the packages" compile_packages
     if [[ $extra == gpu ]]; then
-        has_gpu || say "nvidia-smi finds no GPU here, so packages that need its driver are not checked"
+        has_gpu || say "nvidia-smi finds no GPU here, so packages that need its driver are not checked; on a machine with a GPU run $VENV/bin/python scripts/check_gpu.py"
         step "check that what vLLM needs on a GPU loads" "$VENV/bin/python" scripts/check_gpu.py
     else
         step "check that torchvision and vLLM load" "$VENV/bin/python" -c "import torchvision, vllm"

@@ -109,8 +109,8 @@ def segments_or_mask(
     For other inputs, return the mask of transformers' sdpa. transformers calls this once per
     forward.
     """
-    # transformers calls this once per forward. If it has detected a packed row, it passes
-    # `allow_is_causal_skip=False` and no padding mask.
+    # If transformers has detected a packed row, it passes `allow_is_causal_skip=False` and no
+    # padding mask.
     is_packed = (
         not options.get("allow_is_causal_skip", True)
         and options.get("attention_mask") is None

@@ -74,7 +74,7 @@ def prepare_vision_tower(model: nn.Module) -> None:
             module.__class__ = PatchProjection
         if name.rpartition(".")[2] == "visual":
             module.register_forward_pre_hook(_place_images, with_kwargs=True)
-        if "_deepstack_process" in dir(module):
+        if "_deepstack_process" in vars(type(module)):
             module._deepstack_process = add_image_features
 
 
