@@ -48,19 +48,6 @@ def test_two_ranks_take_the_updates_that_one_takes(alone, ddp, config):
     assert any((weight - before[name]).abs().max() > 1e-4 for name, weight in alone.weights.items())
 
 
-def test_sharded_ranks_share_the_rows_of_the_rank_that_has_more_groups(two_ranks, config):
-    """Three groups: the first rank has two, the second one. A row is a forward of both."""
-    alone = trajectory_jobs.learn(ALONE, None, config(training__packing=False), 1, 3)
-    ranks = two_ranks.run(trajectory_jobs.learn, config(training__packing=False, **FSDP), 1, 1)
-    of_ranks = [
-        report.totals.as_dict()["packing/num_rows"]
-        for (report,) in (rank.reports for rank in ranks)
-    ]
-    assert (alone.num_rows, of_ranks) == (3 * GROUP, [1.5 * GROUP] * 2)
-    assert [rank.num_rows for rank in ranks] == of_ranks, "and no row of zero weight"
-    assert_same_updates(alone, ranks, rel=1e-4)
-
-
 @pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_ranks_that_divide_by_the_steps_tokens_divide_by_those_of_all_of_them(
     two_ranks, config, parallel
