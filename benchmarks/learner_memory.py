@@ -234,7 +234,7 @@ def measure_rank(
     """
     device = LearnerDevice(torch.device("cpu"))
     limit_s = config.timeouts.learn_s
-    ranks = join_ranks(place, rendezvous, device, timeout_s=limit_s, sums_in_backward=True)
+    ranks = join_ranks(place, rendezvous, device, timeout_s=limit_s, num_shards=place.world_size)
     return measure(config, sizes, ranks)
 
 

@@ -94,7 +94,7 @@ class Learner:
             rendezvous,
             device,
             timeout_s=config.timeouts.learn_s,
-            sums_in_backward=config.learner.is_sharded,
+            num_shards=config.learner.num_shards,
         )
         self.name = rank_name(place.rank, place.world_size)
         with self._ranks.of_phase("start"):
@@ -222,7 +222,7 @@ class Learner:
             self._rounds.append([])
             # A lazy iterator: a thread prepares the next segments while rows are trained.
             segments = step.segments(answers, version=self.publisher.version)
-            if not self._train_rows(self._rows_of(segments)):
+            if not self._train_rows(self._rows_of(segments), last=False):
                 raise self._left("accumulate")
             step.metrics.mark("learn round", started_s, answers=len(answers))
 
@@ -413,17 +413,18 @@ class Learner:
         """Train on the last rows before an update. If one rank fails, no rank takes the update."""
         # A failing rank joins the other ranks' collective before it raises.
         try:
-            learned = self._train_rows(rows, again=again)
+            learned = self._train_rows(rows, last=True, again=again)
         except RolloutError:
             self._ranks.meet(True)
             raise
         if self._ranks.meet(not learned):
             raise self._left("finish_step")
 
-    def _train_rows(self, rows: Iterator[Row], *, again: bool = False) -> bool:
+    def _train_rows(self, rows: Iterator[Row], *, last: bool, again: bool = False) -> bool:
         """Train on these rows. Return False if `stop` interrupted the training.
 
-        If the model is sharded, all ranks train at the same time, and stop if one must stop.
+        If the model is sharded, the ranks of a copy train at the same time, and stop if one must
+        stop. Until the `last` rows of a step, some may wait (`Parallel.rows_of_all_ranks`).
         """
         # `again`: a pass after the first update. The rows were already counted and compared.
         keeps_rows = not again and self._config.training.updates_per_batch > 1
@@ -431,7 +432,8 @@ class Learner:
         metrics = self._current.metrics
         version = self.publisher.version
         fixed = self.algorithm.fixed
-        for segments, joins_images in self.parallel.rows_of_all_ranks(rows, _shows_images):
+        shared = self.parallel.rows_of_all_ranks(rows, _shows_images, last=last)
+        for segments, joins_images in shared:
             try:
                 if segments is None:
                     # The other ranks' rows need this rank's shard of the weights.

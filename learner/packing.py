@@ -184,6 +184,27 @@ class CarryBuffer(Generic[SizedT]):
 Row = list[Segment]
 
 
+def moves_to_equal(num_rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Return by which moves of single rows all ranks get equally many, up to one row.
+
+    Args:
+        num_rows: the number of rows of each rank.
+
+    Returns:
+        For each row that moves, the rank that gives its last row away, and the rank that gets it.
+
+    Example: for 4, 0 and 1 rows these are (0, 1) and (0, 2), and the ranks then have 2, 1 and 2.
+    """
+    least, more = divmod(sum(num_rows), len(num_rows))
+    # One more for those that have most, so that fewest rows move.
+    by_number = sorted(range(len(num_rows)), key=lambda rank: -num_rows[rank])
+    surplus = {rank: num_rows[rank] - least - (rank in by_number[:more]) for rank in by_number}
+    ranks = sorted(surplus)
+    sources = [rank for rank in ranks for _ in range(surplus[rank])]
+    destinations = [rank for rank in ranks for _ in range(-surplus[rank])]
+    return list(zip(sources, destinations, strict=True))
+
+
 class PackingPolicy:
     """Decides which segments share a packed row. It takes segments and returns rows to train.
 

@@ -9,8 +9,8 @@ With this state, a resumed run repeats the original run bit for bit.
             rank_0.safetensors      float32 masters and moments
             rank_0.json             `RankState`
 
-Data order, seeds, channels and learning rates are functions of the step and are not saved. Ranks
-that hold the whole model (ddp) share the tensors of rank 0.
+Data order, seeds, channels and learning rates are functions of the step and are not saved. There
+are tensors of one copy of the model: of rank 0 with ddp, of each shard with fsdp.
 
 `RankState` is saved as JSON. A file can name only the types of `KINDS`, so reading it cannot run
 foreign code. The small tensors of a state are one safetensors file, encoded in base64 in the JSON.
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from learner.algorithms.advantages import TokenAdvantages
@@ -118,25 +119,59 @@ class RankState:
         return write
 
     @classmethod
-    def load(
-        cls, folder: Path, rank: int, *, has_own_tensors: bool
-    ) -> tuple[RankState, dict[str, torch.Tensor]]:
-        """Read a rank's state and optimizer tensors from a checkpoint's folder.
+    def load(cls, folder: Path, rank: int) -> RankState:
+        """Read a rank's state from a checkpoint's folder.
 
-        `has_own_tensors` is false if rank 0 wrote the tensors of all ranks. Raises ConfigError if
-        files are missing or damaged.
+        Raises ConfigError if the file is missing or damaged.
         """
-        path = _path(folder, rank, "json")
-        try:
-            state = _from_text(path.read_bytes())
-            tensors = load_file(_path(folder, rank if has_own_tensors else 0, "safetensors"))
-        except Exception as error:  # damaged JSON can raise any type of exception here
-            raise ConfigError(
-                f"resume.run: {path.parent} cannot be read ({error}); put it on a disk that all"
-                " nodes share, and resume it with the version that wrote it; if it is damaged,"
-                " resume an earlier checkpoint (checkpoints.json lists them)"
-            ) from error
-        return state, tensors
+        with _readable(folder):
+            return _from_text(_path(folder, rank, "json").read_bytes())
+
+
+def load_tensors(folder: Path, shard: int, num_shards: int) -> tuple[dict[str, torch.Tensor], bool]:
+    """Read the optimizer tensors of one of `num_shards` equal parts of a model, in rank order.
+
+    The checkpoint may have another number of shards. The tensors are then cut anew, as FSDP2 cuts
+    parameters: along the first dimension, with parts that may be empty.
+
+    Returns:
+        The tensors by name, and whether the checkpoint has this number of shards.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    with _readable(folder), ExitStack() as files:
+        num_saved = len([*(folder / STATE_FOLDER).glob("rank_*.safetensors")])
+        if num_saved == num_shards:
+            return load_file(_path(folder, shard, "safetensors")), True
+        saved = [
+            files.enter_context(safe_open(_path(folder, rank, "safetensors"), "pt"))
+            for rank in range(max(1, num_saved))
+        ]
+        tensors = {}
+        for name in saved[0].keys():  # noqa: SIM118 (not a mapping)
+            # One whole tensor at a time, because the host has room for the shards only.
+            parts = [file.get_tensor(name) for file in saved]
+            if not parts[0].ndim:  # AdamW's number of steps
+                tensors[name] = parts[0]
+                continue
+            whole = torch.cat(parts)
+            size = -(-len(whole) // num_shards)
+            tensors[name] = whole[shard * size : (shard + 1) * size].clone()
+        return tensors, False
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turn errors of damaged or missing files into a ConfigError."""
+    try:
+        yield
+    except Exception as error:  # damaged JSON can raise any type of exception here
+        raise ConfigError(
+            f"resume.run: {folder / STATE_FOLDER} cannot be read ({error}); put it on a disk that"
+            " all nodes share, and resume it with the version that wrote it; if it is damaged,"
+            " resume an earlier checkpoint (checkpoints.json lists them)"
+        ) from error
 
 
 def missing_parts(folder: Path, world_size: int) -> list[str]:
@@ -178,6 +213,25 @@ def _from_text(text: bytes) -> RankState:
     if not isinstance(state, RankState):
         raise ValueError("the file does not contain the state of a rank")
     return state
+
+
+def row_as_bytes(row: list[Segment]) -> bytes:
+    """Return the segments of a packed row as bytes, to send them to another rank.
+
+    Like a saved state, they can name only the types of `KINDS`.
+    """
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    value = json.dumps(_encoded(row, tensors)).encode()
+    blob = safetensors.torch.save(dict(tensors.values()))
+    return len(value).to_bytes(8) + value + blob
+
+
+def row_from_bytes(content: bytes) -> list[Segment]:
+    """Invert `row_as_bytes`."""
+    size = 8 + int.from_bytes(content[:8])
+    tensors = safetensors.torch.load(content[size:])
+    row: list[Segment] = _decoded(json.loads(content[8:size]), tensors)
+    return row
 
 
 def _encoded(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:

@@ -12,12 +12,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from learner.host_memory import NodeMemory, available_memory, in_gib, node_number
 from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
-from learner.model.optimizer import Optimizer
-from learner.run_state import RankState, missing_parts
+from learner.model.optimizer import Optimizer, local_part
+from learner.run_state import RankState, load_tensors, missing_parts
 from learner.weight_sync.publisher import WeightPublisher
 from shared.errors import ConfigError, StorageError
 from shared.run_files import RUN_FILE, STATE_FOLDER, Span, write_run_file
@@ -59,8 +58,8 @@ class Saving:
         self._publisher.device.wait()
         ranks = self._ranks
         tensors: dict[str, torch.Tensor] | None = None
-        # Without shards, every rank holds the same optimizer state, so only rank 0 saves it.
-        if state is not None and (self._parallel.holds_parts or ranks.rank == 0):
+        # All copies of the model have the same optimizer state, so only the first copy's is saved.
+        if state is not None and ranks.rank < ranks.shards.world_size:
             tensors = self._optimizer.tensors()
         reason = self._no_room_for_copy(tensors or {}) if background else None
         copies: HostCopies | None = None
@@ -128,11 +127,15 @@ class Saving:
         Raises:
             ConfigError: the checkpoint is damaged, or belongs to other data or weights.
         """
-        state, tensors = RankState.load(
-            checkpoint, self._ranks.rank, has_own_tensors=self._parallel.holds_parts
-        )
+        state = RankState.load(checkpoint, self._ranks.rank)
+        shards = self._ranks.shards
+        tensors, are_as_saved = load_tensors(checkpoint, shards.rank, shards.world_size)
+        # Digests of weights are of a rank's own shards.
+        of_weights = set() if are_as_saved else {"model.path"}
         changed = sorted(
-            key for key, value in state.fingerprints.items() if fingerprints.get(key) != value
+            key
+            for key, value in state.fingerprints.items()
+            if fingerprints.get(key) != value and key not in of_weights
         )
         if refused := [key for key in changed if key not in allow]:
             raise ConfigError(
@@ -146,7 +149,7 @@ class Saving:
             )
         self._optimizer.load_tensors(tensors)
         saved = None if state.report is None else state.report.digests.get("weights")
-        if saved is not None and saved != (found := self.digest_of_weights()):
+        if are_as_saved and saved is not None and saved != (found := self.digest_of_weights()):
             raise ConfigError(
                 f"resume.run: {checkpoint} does not contain the weights of its step: their checksum"
                 f" is {found}, but was {saved}; restore it from another copy, or resume another"
@@ -194,6 +197,5 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """
     result = BucketChecksum()
     for tensor in tensors:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        result.add(part.detach())
+        result.add(local_part(tensor).detach())
     return result.value()

@@ -53,7 +53,8 @@ def compare(device: torch.device, dtype: torch.dtype, length: int) -> None:
     here = {"device": Device(device.type), "rendezvous": meeting.endpoint}
     topology = RankTopology(TransportKind.GLOO, (), **here)  # nothing is sent
     group = open_group(topology, meeting.store, timedelta(seconds=60))
-    ranks = Ranks(0, 1, group, LearnerDevice(device), timeout_s=60.0, sums_in_backward=True)
+    ranks = Ranks(0, 1, group, LearnerDevice(device), timeout_s=60.0)
+    ranks.shards = ranks
     source = CheckpointWeights(parts)
     sharded = ShardedModel(parts, source, ranks, device=device, dtype=dtype, every_rank_sends=False)
     whole.to(device)

@@ -41,7 +41,7 @@ def learner_estimate(
     """
     trainable = run.num_trainable
     size = run.size
-    ranks = run.learner.world_size if run.learner.is_sharded else 1
+    shards = run.learner.num_shards
     with_rows = max(map(math.prod, run.shapes_with_rows()), default=0)
     of_a_row = _row_parts(run, device, image_tokens)
     gathered = _gathered_bytes(run)
@@ -53,8 +53,8 @@ def learner_estimate(
     of_update = {
         # Shards are always float32, whatever a forward computes in: they are the master weights.
         "master weights": trainable * 4 if size == 2 and not run.learner.is_sharded else 0,
-        "gradients": trainable * 4 // ranks,
-        "optimizer": _moment_bytes(run) // ranks,
+        "gradients": trainable * 4 // shards,
+        "optimizer": _moment_bytes(run) // shards,
     }
     if run.training.optimizer == "adamw_offload":
         of_update["master weights"] = trainable * 4
@@ -65,10 +65,10 @@ def learner_estimate(
     return Estimate(
         "learner rank",
         {
-            "weights": _weight_bytes(run) // ranks,
+            "weights": _weight_bytes(run) // shards,
             "master weights": 0,
             **of_update,
-            REFERENCE: _reference_bytes(run) // ranks,
+            REFERENCE: _reference_bytes(run) // shards,
             # peft computes with a copy that contains the rows, and the copy has a gradient.
             "copies of an embedding with trained rows": 2 * size * with_rows,
             "gathered from shards": gathered,
@@ -117,7 +117,7 @@ def _offloaded_parts(run: RunSizes) -> dict[str, int]:
 def _weight_bytes(run: RunSizes) -> int:
     """Count the bytes of one copy of the model's weights, some of which may be in 4 bits.
 
-    With fsdp, the ranks divide the copy among them.
+    With fsdp, `learner.shard_size` ranks (null: all) divide the copy among them.
     """
     packed = [math.prod(sizes) for sizes in run.shapes_in_4_bits()]
     whole = run.shape.num_parameters - sum(packed)

@@ -45,8 +45,9 @@ def proposals(
 ) -> list[Proposal]:
     """Return at most `MOST` sets of changes with which the run fits into memory, cheapest first.
 
-    The first set shards the learner over GPUs that the run leaves idle, as few of them as suffice,
-    with changes for smaller activations if it needs them. Other possible changes are, by rising
+    The first set shards the learner over more GPUs, as few of them as suffice, with changes for
+    smaller activations if it needs them: GPUs that the run leaves idle, or, with
+    `learner.shard_size`, GPUs of the other copies. Other possible changes are, by rising
     cost: those in `_FIXED`, shorter rows, an adapter. Each change counts as more expensive than all
     cheaper ones together. More ranks with any change are tried only if nothing else fits.
 
@@ -63,7 +64,10 @@ def proposals(
     num_ranks = config.learner.world_size
     # Several ranks of whole models may become as many shards.
     least = num_ranks if num_ranks > 1 and not config.learner.is_sharded else num_ranks + 1
-    idle = [_shards(number) for number in range(least, num_ranks + idle_gpus + 1)]
+    idle: list[Change] = [_shards(number) for number in range(least, num_ranks + idle_gpus + 1)]
+    if (shards := config.learner.shard_size) is not None:
+        sizes = range(shards + 1, num_ranks + 1)
+        idle = [{"learner.shard_size": size} for size in sizes if num_ranks % size == 0]
     smaller_rows = [one for one in possible if one in _FIXED and "training.optimizer" not in one]
     found = search.minimal(idle + smaller_rows, [(change,) for change in idle])[:1]
     found += search.minimal(possible, [()])

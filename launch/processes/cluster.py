@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -55,11 +56,15 @@ if TYPE_CHECKING:  # names for readers: mypy does not look into ray
     from ray.util.scheduling_strategies import SchedulingStrategyT
 
 
+Places = Mapping[int, PlacementGroupSchedulingStrategy]
+"""Where Ray starts the process of each of `Placement.bundles`, by its index."""
+
+
 class Cluster:
     """The processes of one run on Ray. On exit they end, and so does Ray if the run started it.
 
     Example, 3 rollout actors and 1 learner rank: one placement group of 4 bundles; bundles 0 to 2
-    hold the actors, bundle 3 the rank.
+    hold the actors, bundle 3 the rank. `Placement.groups` lists the groups.
     """
 
     def __init__(
@@ -114,8 +119,8 @@ class Cluster:
         config = self._config
         placement = plan_placement(config, connected_nodes())
         require_vllm(config.rollout_matching, placement.transport)
-        group = self._reserve(placement)
-        learner = self._place_learner(placement, group)
+        places = self._reserve(placement)
+        learner = self._place_learner(placement, places)
         names = ", ".join(_rank_names(placement))
         match config.rollout_matching.backend.location:
             case EngineLocation.RANKS:
@@ -126,7 +131,7 @@ class Cluster:
             case EngineLocation.ACTORS:
                 # Wait for the learner first: its errors about bad input are the clearest, and it
                 # starts in seconds. The engines, which were created before, start meanwhile.
-                engines = self._place_actors(placement, group, learner)
+                engines = self._place_actors(placement, places, learner)
                 workers = len(placement.engines) * placement.devices_per_engine
                 topologies = rank_topologies(placement, ReceiverGroup(workers))
                 with self._start_up.stage(names):
@@ -157,29 +162,18 @@ class Cluster:
         self._start(engines)
         return engines
 
-    def _reserve(self, placement: Placement) -> PlacementGroup:
-        group = placement_group([bundle.named() for bundle in placement.bundles], strategy="PACK")
-        self._ends.callback(remove_placement_group, group)
-        start_s = self._config.timeouts.start_s
+    def _reserve(self, placement: Placement) -> Places:
         with self._start_up.stage("room in the cluster"):
-            has_room = group.wait(start_s)
-        if not has_room:
-            sizes = [f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in placement.bundles]
-            raise ConfigError(
-                f"{placement.key}: the cluster has the resources, but in {start_s:g} s"
-                f" (timeouts.start_s) no nodes had room for {', '.join(sizes)}, each on one node;"
-                " check `ray status` for what other jobs hold, or lower the key"
-            )
-        return group
+            return reserve(placement, self._config.timeouts.start_s, self._ends)
 
-    def _place_learner(self, placement: Placement, group: PlacementGroup) -> LearnerClient:
+    def _place_learner(self, placement: Placement, places: Places) -> LearnerClient:
         # If engines share the cores, spinning threads make a step tens of times slower.
         passive = {"OMP_WAIT_POLICY": "PASSIVE"}
         runtime_env = neighbour_env(self._config, placement, self._images, **passive)
         shell = ray.remote(concurrency_groups={STOPPING: 1})(LearnerActor)
         actors = []
         for rank, name in enumerate(_rank_names(placement)):
-            where = _bundle(group, len(placement.engines) + rank)  # engines come first
+            where = places[len(placement.engines) + rank]  # engines come first
             resources = placement.ranks[rank]
             actors.append(self._create(shell, name, resources, where, runtime_env))
         learner = LearnerClient(RayRanks(actors), self._config.timeouts, self._observer)
@@ -187,7 +181,7 @@ class Cluster:
         return learner
 
     def _place_actors(
-        self, placement: Placement, group: PlacementGroup, learner: LearnerClient | None = None
+        self, placement: Placement, places: Places, learner: LearnerClient | None = None
     ) -> RolloutClient:
         settings = settings_of_run(self._config, placement, self._images)
         runtime_env = engine_runtime_env(settings)
@@ -198,7 +192,7 @@ class Cluster:
         def create(index: int, number: int = 1) -> ActorHandle:
             spec = VllmEngineSpec(names[index], settings, index, f"{run}-{index}")
             name = _ray_name(names[index], number)
-            where = _bundle(group, index)
+            where = places[index]
             resources = placement.engines[index]
             is_first = number == 1
             return self._create(shell, name, resources, where, runtime_env, spec, is_first=is_first)
@@ -350,6 +344,36 @@ class Cluster:
         return actor
 
 
+def reserve(placement: Placement, start_s: float, ends: ExitStack) -> Places:
+    """Reserve the placement's resources on Ray until `ends` is closed.
+
+    `start_s` is timeouts.start_s. Raises ConfigError if nodes have no room for so long.
+    """
+    places: dict[int, PlacementGroupSchedulingStrategy] = {}
+    ends_s = time.monotonic() + start_s
+    for strategy, indices in placement.groups:
+        bundles = [placement.bundles[index] for index in indices]
+        group = placement_group([bundle.named() for bundle in bundles], strategy=strategy)
+        ends.callback(remove_placement_group, group)
+        if not group.wait(max(0.0, ends_s - time.monotonic())):
+            sizes = [f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in bundles]
+            key = placement.key
+            where = "each on one node"
+            if strategy == "STRICT_PACK":
+                key = "learner.shard_size"
+                where = "all on one node"
+            raise ConfigError(
+                f"{key}: the cluster has the resources, but in {start_s:g} s (timeouts.start_s) no"
+                f" nodes had room for {', '.join(sizes)}, {where}; check `ray status` for what"
+                " other jobs hold, or lower the key"
+            )
+        for number, index in enumerate(indices):
+            places[index] = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=number
+            )
+    return places
+
+
 def num_environments(section: EnvironmentSection, examples: ExampleCounts) -> int:
     """Return the number of environment actors: one if a step's rollouts are scored together."""
     return 1 if examples.scores_at_once else section.num_actors
@@ -401,10 +425,6 @@ def _rank_names(placement: Placement) -> list[str]:
 def _ray_name(name: str, number: int) -> str:
     """Return Ray's name of an actor: a replacement is numbered, as the old name is still taken."""
     return name if number == 1 else f"{name}.{number}"
-
-
-def _bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
 def rank_topologies(placement: Placement, *receivers: ReceiverGroup) -> list[RankTopology]:

@@ -65,6 +65,9 @@ class Placement:
     device: Device
     """Kind of device of engines and learner, which must be equal: GPUs or CPUs."""
     transport: TransportKind
+    shard_size: int | None = None
+    """Number of successive ranks that must be on one node (`learner.shard_size`); None: no rank
+    must be on a node with another."""
 
     @property
     def bundles(self) -> list[Resources]:
@@ -73,6 +76,22 @@ class Placement:
         Ray places each bundle on one node.
         """
         return [*self.engines, *self.ranks]
+
+    @property
+    def groups(self) -> list[tuple[str, range]]:
+        """Ray's placement groups: each one's strategy, and the indices of its `bundles`.
+
+        Example: 3 engines and 2 ranks are `[("PACK", range(0, 5))]`, and with `shard_size` 2
+        `[("STRICT_PACK", range(3, 5)), ("PACK", range(0, 3))]`.
+        """
+        end = len(self.bundles)
+        if self.shard_size is None:
+            return [("PACK", range(end))]
+        first = len(self.engines)
+        starts = range(first, end, self.shard_size)
+        # Before the engines, which fit into what is left of any node.
+        groups = [("STRICT_PACK", range(start, start + self.shard_size)) for start in starts]
+        return [*groups, *([("PACK", range(first))] if first else [])]
 
     @property
     def key(self) -> str:
@@ -114,11 +133,14 @@ def plan_placement(
             device = ranks[0].device
             transport = choose_transport(device, device, Sharing.NOTHING)
             placement = Placement((), ranks, 1, device, transport)
+    if learns:
+        placement = replace(placement, shard_size=config.learner.shard_size)
     # A kind of problem is only looked for if the kind before it, a possible cause, was not found.
     everything = Resources.sum(nodes)
     problems = (
         [*_too_large(actors, placement, nodes)]
         or [*_too_many(placement, everything)]
+        or [*_no_room_for_copies(placement, nodes)]
         or [*_no_room_for_environments(config.environment, placement, everything)]
     )
     if problems:
@@ -198,6 +220,26 @@ def _too_large(
                 f"{key}: {who} of {asked} has to fit one node, and {available}; lower it, or join a"
                 " cluster of larger nodes with cluster.address"
             )
+
+
+def _no_room_for_copies(placement: Placement, nodes: Sequence[Resources]) -> Iterator[str]:
+    """Yield a problem if the nodes cannot hold all groups of ranks that must be on one node."""
+    size = placement.shard_size
+    if size is None:
+        return
+    copy = Resources.sum(placement.ranks[:size])
+    num_copies = len(placement.ranks) // size
+    room = 0
+    for node in nodes:
+        numbers = [node.named()[kind] // amount for kind, amount in copy.named().items() if amount]
+        room += int(min(numbers, default=num_copies))
+    if room < num_copies:
+        yield (
+            f"learner.shard_size: {size} ranks, which need {copy.gpus:g} GPU and {copy.cpus:g} CPU,"
+            f" have to fit one node, and the nodes of the cluster have room for {room} of the"
+            f" {num_copies} copies of the model; lower it, or set it to null to let a copy span"
+            " nodes, or join a larger cluster with cluster.address"
+        )
 
 
 def _actor_size_key(actors: ActorsSection, kind: str) -> str:

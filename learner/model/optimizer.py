@@ -222,7 +222,7 @@ class Optimizer:
         config = self._config
         gradients = self._gradients()
         if gradients:
-            self._ranks.sum_gradients(gradients)
+            self._ranks.sum_gradients([local_part(gradient) for gradient in gradients])
             torch._foreach_div_(gradients, denominator)
         limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
         norm = nn.utils.clip_grad_norm_(self.masters, limit)
@@ -260,7 +260,7 @@ class Optimizer:
         for name, master in zip(self._names, self.masters, strict=True):
             values = {"master": master, **self._moments(master)}
             for kind, value in values.items():
-                tensors[f"{name}/{kind}"] = _local(value).detach().contiguous()
+                tensors[f"{name}/{kind}"] = local_part(value).detach().contiguous()
         return tensors
 
     @torch.no_grad()
@@ -273,7 +273,7 @@ class Optimizer:
         for key, value in tensors.items():
             name, _, kind = key.rpartition("/")
             saved.setdefault(name, {})[kind] = value
-        parts = {n: _local(master) for n, master in zip(self._names, self.masters, strict=True)}
+        parts = {n: local_part(master) for n, master in zip(self._names, self.masters, strict=True)}
         here = {name: list(part.shape) for name, part in parts.items()}
         there = {
             name: list(values["master"].shape)
@@ -309,7 +309,7 @@ class Optimizer:
                         state[kind] = moment.to(device)
                     else:
                         state[kind] = torch.zeros_like(master)
-                        _local(state[kind]).copy_(moment)
+                        local_part(state[kind]).copy_(moment)
         self._weights.publish()
 
     def move_to(self, device: torch.device) -> None:
@@ -354,7 +354,7 @@ class Optimizer:
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor (without a copy), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -140,21 +140,22 @@ class Ranks:
         device: LearnerDevice | None = None,
         *,
         timeout_s: float = 0.0,
-        sums_in_backward: bool = False,
     ) -> None:
-        """Store the arguments of the collectives.
+        """Store the arguments of the collectives. Until `join_ranks` arranges them, no rank shards.
 
         Args:
             group: process group of the ranks; None for a single rank: no method communicates.
             device: device of the gradients.
-            sums_in_backward: the backward of every row already sums gradients over the ranks.
         """
         self.rank = rank
         self.world_size = world_size
         self.group = group
         self._device = device
         self._timeout_s = timeout_s
-        self._sums_in_backward = sums_in_backward
+        self.shards = self if group is None else Ranks()
+        """The ranks that hold one copy of the model together, this rank among them."""
+        self.replicas = self
+        """The ranks that hold the same part of the model as this rank, one of each copy."""
         self._spans: list[Span] = []
         self._track = rank_name(rank, world_size)
 
@@ -223,17 +224,18 @@ class Ranks:
         return any_flag
 
     def sum_gradients(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Sum the gradients over the ranks, in place. All ranks pass tensors of the same shapes.
+        """Sum the gradients over `replicas`, in place. All pass tensors of the same shapes.
 
-        Afterwards all ranks hold bitwise equal values.
+        Afterwards they hold bitwise equal values. Over `shards`, each row's backward already sums.
         """
-        if self.group is None or self._sums_in_backward:
+        group = self.replicas.group
+        if group is None:
             return
         started_s = time.time()
         for bucket in cut_past(gradients, BUCKET_ELEMENTS, torch.Tensor.numel):
             # Always in float32: a sum over ranks must not be less precise than the sum over rows.
             flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
-            self._all_reduce(self.group, flat, ReduceOp.SUM)
+            self._all_reduce(group, flat, ReduceOp.SUM)
             parts = flat.split([gradient.numel() for gradient in bucket])
             for gradient, summed in zip(bucket, parts, strict=True):
                 gradient.copy_(summed.view_as(gradient))
@@ -242,6 +244,36 @@ class Ranks:
         if self._device is not None:
             self._device.wait()
         self._spans.append(Span(self._track, "reduce gradients", started_s, time.time()))
+
+    def exchange(self, moves: Sequence[tuple[int, int]], sent: Sequence[bytes]) -> list[bytes]:
+        """Send bytes between pairs of ranks, and return what this rank receives, in order.
+
+        Args:
+            moves: source and destination of each message; the same list on all ranks.
+            sent: the messages of which this rank is the source, in order.
+
+        Example: with moves [(0, 2), (1, 2)], rank 2 returns the messages of ranks 0 and 1.
+        """
+        own = iter(sent)
+        sending = []
+        received = []
+        for tag, (source, destination) in enumerate(moves):
+            assert self.group is not None, "a single rank has no other rank to send to"
+            if source == self.rank:
+                content = torch.frombuffer(bytearray(next(own)), dtype=torch.uint8)
+                size = torch.tensor([len(content)])
+                for tensor in (size, content):
+                    # The tensor must live until it is sent.
+                    sending.append((tensor, self.group.send([tensor], destination, tag)))
+            elif destination == self.rank:
+                size = torch.empty(1, dtype=torch.int64)
+                self.group.recv([size], source, tag).wait()
+                content = torch.empty(int(size), dtype=torch.uint8)
+                self.group.recv([content], source, tag).wait()
+                received.append(content.numpy().tobytes())
+        for _, work in sending:
+            work.wait()
+        return received
 
     @contextmanager
     def of_phase(self, phase: str) -> Iterator[None]:
@@ -327,14 +359,15 @@ def join_ranks(
     device: LearnerDevice,
     *,
     timeout_s: float,
-    sums_in_backward: bool,
+    num_shards: int,
 ) -> Ranks:
     """Connect all learner ranks of the run. Raises CollectiveError after `timeout_s`.
 
     Args:
         rendezvous: the store to which the other ranks connect, on rank 0; None on other ranks.
         timeout_s: timeouts.learn_s, the limit of this and of every collective.
-        sums_in_backward: as in `Ranks`.
+        num_shards: number of successive ranks that hold one copy of the model together. Example:
+            of 4 ranks, with 2 shards, rank 3 has the `shards` 2 and 3 and the `replicas` 1 and 3.
     """
     if place.world_size == 1:
         return Ranks()
@@ -348,7 +381,26 @@ def join_ranks(
             store = TCPStore(
                 address, int(port), is_master=False, wait_for_workers=False, timeout=timeout
             )
-        group = open_group(place, store, timeout)
+        ranks = Ranks(
+            *(place.rank, place.world_size, open_group(place, store, timeout), device),
+            timeout_s=timeout_s,
+        )
+        if num_shards == place.world_size:
+            ranks.shards = ranks
+            ranks.replicas = Ranks()
+        elif num_shards > 1:
+            first = place.rank - place.rank % num_shards
+            of_copy = range(first, first + num_shards)
+            of_part = range(place.rank % num_shards, place.world_size, num_shards)
+            ranks.shards, ranks.replicas = (
+                Ranks(
+                    *(members.index(place.rank), len(members)),
+                    *(open_group(place, store, timeout, members), device),
+                    timeout_s=timeout_s,
+                )
+                for members in (of_copy, of_part)
+            )
+        return ranks
     except (DistError, RuntimeError) as error:
         message = late(
             f"the other learner ranks at {place.rendezvous}",
@@ -358,29 +410,27 @@ def join_ranks(
         raise CollectiveError(
             f"rank {place.rank} of {place.world_size}: {message} ({error})", phase="start"
         ) from error
-    return Ranks(
-        place.rank,
-        place.world_size,
-        group,
-        device,
-        timeout_s=timeout_s,
-        sums_in_backward=sums_in_backward,
-    )
 
 
-def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> ProcessGroup:
-    """Open the process group of the learner ranks: gloo for host memory, NCCL for GPUs.
+def open_group(
+    place: RankTopology, store: TCPStore, timeout: timedelta, members: range | None = None
+) -> ProcessGroup:
+    """Open a process group of the learner ranks: gloo for host memory, NCCL for GPUs.
 
-    It is not torch's default group, because an engine in the same process may open that one. NCCL
-    was not tested on a GPU.
+    `members`: the ranks in the group, this rank among them; None: all. It is not torch's default
+    group, because an engine in the same process may open that one. NCCL was not tested on a GPU.
     """
-    group = ProcessGroup(PrefixStore(GROUP_NAME, store), place.rank, place.world_size)
+    name = GROUP_NAME
+    if members is None:
+        members = range(place.world_size)
+    else:
+        name += f".{members.start}-{members.stop}-{members.step}"
+    rank = members.index(place.rank)
+    size = len(members)
+    group = ProcessGroup(PrefixStore(name, store), rank, size)
     gloo = ProcessGroup.BackendType.GLOO
     on_cpu = ProcessGroupGloo(
-        PrefixStore(f"{GROUP_NAME}.gloo", store),
-        place.rank,
-        place.world_size,
-        gloo_options(place.address, timeout),
+        PrefixStore(f"{name}.gloo", store), rank, size, gloo_options(place.address, timeout)
     )
     group._register_backend(torch.device("cpu"), gloo, on_cpu)
     if place.device is Device.CUDA:
@@ -388,14 +438,12 @@ def open_group(place: RankTopology, store: TCPStore, timeout: timedelta) -> Proc
 
         nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        on_gpu = ProcessGroupNCCL(
-            PrefixStore(f"{GROUP_NAME}.nccl", store), place.rank, place.world_size, nccl_options
-        )
+        on_gpu = ProcessGroupNCCL(PrefixStore(f"{name}.nccl", store), rank, size, nccl_options)
         group._set_default_backend(ProcessGroup.BackendType.NCCL)
         # The process's tensors are on the first GPU that it sees.
         group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, on_gpu)
     else:
         group._set_default_backend(gloo)
     # torch registers groups by name. The rendezvous makes names unique among runs in one process.
-    group._set_group_name(f"{GROUP_NAME}@{place.rendezvous}")  # type: ignore[arg-type]
+    group._set_group_name(f"{name}@{place.rendezvous}")  # type: ignore[arg-type]
     return group

@@ -3,8 +3,11 @@
 ddp     Each rank trains its own rows. Gradients are summed once, before an update. `check`
         verifies that the ranks hold the same weights.
 fsdp    FSDP2: each forward gathers the blocks one by one, and each backward sums their gradients.
-        So all ranks must run the same number of rows and run the vision tower together:
-        `rows_of_all_ranks` arranges both.
+        So the ranks of a copy of the model must run the same number of rows and run the vision
+        tower together: `rows_of_all_ranks` arranges both, and shares the rows over all ranks.
+        With `learner.shard_size` (HSDP) there are several copies, on a mesh of copies x shards.
+        Each copy runs FSDP2 for itself. Gradients are summed over the copies once, as with ddp,
+        and not after every row, as FSDP2 does it on a mesh of two dimensions.
 
 For a weight sync or a checkpoint, weights are read between two calls:
 
@@ -28,7 +31,10 @@ from transformers import PreTrainedModel
 from learner.model.adapters import without_adapter
 from learner.model.checkpoint import CheckpointWeights, WeightSource
 from learner.model.loading import DTYPES, LoadedModel, load_model
+from learner.model.optimizer import local_part
 from learner.model.ranks import Ranks
+from learner.packing import Row, moves_to_equal
+from learner.run_state import row_as_bytes, row_from_bytes
 from shared.config import RunConfig
 from shared.errors import CollectiveError, LearnerError
 from shared.weight_sync.checksum import BucketChecksum
@@ -48,12 +54,18 @@ class Parallel:
 
     `ShardedModel` holds a shard instead. In it `forward`, `rows_of_all_ranks`, `any_of_row`,
     `check` and `gather` are collectives: all ranks call them in the same order.
+
+    An engine for larger models (Megatron-Bridge, NeMo AutoModel: tensor, context, expert
+    parallelism) would implement this interface. It must run a row's forward and sum gradients in
+    its backward (`forward`, `rows_of_all_ranks`), give whole weights by the checkpoint's names
+    (`gather`) and free them (`release`), and update, save and load its parts as `Optimizer` does.
     """
 
     holds_parts = False
     """Whether this rank's parameters are shards (DTensor) instead of ordinary tensors."""
     mesh: DeviceMesh | None = None
-    """torch's device mesh of the ranks that hold the shards; None if the model is not sharded."""
+    """torch's device mesh of the ranks that hold this rank's copy of the model; None if the model
+    is not sharded."""
 
     def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
         self.weights = weights
@@ -70,26 +82,30 @@ class Parallel:
 
     def rows_of_all_ranks(
         self,
-        rows: Iterable[T],
-        shows_images: Callable[[T], bool],  # noqa: ARG002 (used only by ShardedModel)
-    ) -> Iterator[tuple[T | None, bool]]:
+        rows: Iterable[Row],
+        shows_images: Callable[[Row], bool],  # noqa: ARG002 (used only by ShardedModel)
+        *,
+        last: bool,  # noqa: ARG002 (as above)
+    ) -> Iterator[tuple[Row | None, bool]]:
         """Yield this rank's packed rows in order, then None for each further row of other ranks.
 
-        A sharded model needs a forward on all ranks. The second value of each pair says whether
-        this rank must run the vision tower although its row has no images, because another rank's
-        row has images. `shows_images` returns whether a row has images.
+        A sharded model needs a forward on all of its ranks. They share the rows of all ranks, and
+        until the `last` rows of a step or pass, rows that are too few for all ranks wait for the
+        next call. The second value of each pair says whether this rank must run the vision tower
+        although its row has no images, because another rank's row has images. `shows_images`
+        returns whether a row has images.
         """
         return ((row, False) for row in rows)
 
     def any_of_row(self, flag: bool) -> bool:
-        """Return whether the flag is true on this rank or, if the model is sharded, on any rank."""
+        """Return whether the flag is true on this rank or, with shards, on any rank of its copy."""
         return flag
 
     def check(self) -> None:
         """Raise LearnerError if the ranks hold different weights."""
         # A sample of each parameter is enough: a different update changes all of them.
         if self._ranks.world_size > 1:
-            _require_same(self._ranks, self._model, _sampled_sum)
+            _require_same(self._ranks, self._model, _sampled_sum, self._ranks)
 
     def gather(self) -> None:
         """Make `weights` readable and constant until `release`, for a sync or a checkpoint."""
@@ -106,7 +122,7 @@ class Parallel:
 
 
 class ShardedModel(Parallel):
-    """A model whose weights are sharded over the learner ranks (FSDP2).
+    """A model whose weights are sharded over `ranks.shards` (FSDP2).
 
     It is also the source of weights for syncs and checkpoints. Not tested on a GPU.
     """
@@ -139,12 +155,14 @@ class ShardedModel(Parallel):
         super().__init__(model, self, ranks)
         self._source = weights
         self._sends = every_rank_sends or ranks.rank == 0
+        self._gathers = every_rank_sends or ranks.rank < ranks.shards.world_size
+        self._rows = RowShares(ranks)
         self._device = device
         self._dtype = dtype
         self._gathered: list[tuple[str, torch.Tensor]] = []
         """Whole tensors in host memory, only on ranks that send."""
         self._root = _Root(model)
-        self.mesh = _mesh(ranks, device) if mesh is None else mesh
+        self.mesh = _mesh(ranks.shards, device) if mesh is None else mesh
         # cast_forward_inputs would round the rotary embeddings, which must stay float32.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -168,39 +186,31 @@ class ShardedModel(Parallel):
         return result
 
     def rows_of_all_ranks(
-        self, rows: Iterable[T], shows_images: Callable[[T], bool]
-    ) -> Iterator[tuple[T | None, bool]]:
-        # Compare the counts before computing the first row. Otherwise a rank that compares later
-        # and a rank that computes a row would wait for each other.
-        try:
-            having = list(rows)
-        except Exception:
-            self._ranks.max(FAILED)
-            raise
-        num_rows = self._ranks.max(len(having))
-        if num_rows == FAILED:
-            raise CollectiveError(
-                "another learner rank failed while it made its rows; look at the first error of the"
-                " other ranks",
-                phase="rows",
-            )
+        self, rows: Iterable[Row], shows_images: Callable[[Row], bool], *, last: bool
+    ) -> Iterator[tuple[Row | None, bool]]:
+        having = self._rows.take(rows, last=last)
+        num_rows = self._ranks.shards.max(len(having))
         if not num_rows:
             return
         shown = [shows_images(row) for row in having] + [False] * (num_rows - len(having))
-        anywhere = self._ranks.any_of(shown)
+        anywhere = self._ranks.shards.any_of(shown)
         of_all = [*having, *[None] * (num_rows - len(having))]
         for row, here, there in zip(of_all, shown, anywhere, strict=True):
             yield row, there and not here
 
     def any_of_row(self, flag: bool) -> bool:
-        return bool(self._ranks.max(int(flag)))
+        return bool(self._ranks.shards.max(int(flag)))
 
     def check(self) -> None:
-        pass  # each value exists on only one rank
+        # Within a copy of the model, each value exists on only one rank.
+        if self._ranks.replicas.world_size > 1:
+            _require_same(self._ranks, self._model, _sampled_sum, self._ranks.replicas)
 
     def gather(self) -> None:
         """Gather the whole weights. Ranks that send weights to engines keep them in host memory."""
         self.release()
+        if not self._gathers:
+            return
         for name, tensor in self._source.tensors():
             cast = tensor.to(self._dtype)
             whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
@@ -220,6 +230,53 @@ class ShardedModel(Parallel):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._gathered:
             yield name, tensor.to(self._device)
+
+
+class RowShares:
+    """Shares packed rows over all ranks, so that each has equally many, up to one.
+
+    A rank may have many rows and others none, such as the only rank with a group of rollouts. Each
+    row is a forward of all ranks of a copy: without sharing, such rows are learned one after
+    another, while the other ranks learn nothing.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._waiting: list[Row] = []
+        """At most one row, which waits for rows of the other ranks."""
+
+    def take(self, rows: Iterable[Row], *, last: bool) -> list[Row]:
+        """Return this rank's share of the rows of all ranks. A collective.
+
+        Until the `last` rows of a step, all ranks get equally many, and the others wait for the
+        next call.
+
+        Raises:
+            CollectiveError: another rank failed while it made its rows.
+
+        Example: 3 rows of rank 0 and none of rank 1 are one row for each, and one that waits.
+        """
+        # Compare the counts before computing the first row. Otherwise a rank that compares later
+        # and a rank that computes a row would wait for each other.
+        ranks = self._ranks
+        try:
+            having = [*self._waiting, *rows]
+        except Exception:
+            ranks.all_of(FAILED)
+            raise
+        counts = ranks.all_of(len(having))
+        if FAILED in counts:
+            raise CollectiveError(
+                "another learner rank failed while it made its rows; look at the first error of the"
+                " other ranks",
+                phase="rows",
+            )
+        moves = moves_to_equal(counts)
+        sent = [row_as_bytes(having.pop()) for source, _ in moves if source == ranks.rank]
+        having += map(row_from_bytes, ranks.exchange(moves, sent))
+        size = len(having) if last else sum(counts) // ranks.world_size
+        self._waiting = having[size:]
+        return having[:size]
 
 
 class _Root(nn.Module):
@@ -262,7 +319,7 @@ def load_parallel(
     # A model to shard is loaded into host memory: as a whole it may not fit on the device.
     loaded = load_model(config, torch.device("cpu") if config.learner.is_sharded else device)
     if ranks.world_size > 1:
-        _require_same(ranks, loaded.model, _whole_checksum)
+        _require_same(ranks, loaded.model, _whole_checksum, ranks)
     source = CheckpointWeights(loaded.model)
     if not config.learner.is_sharded:
         return loaded, Parallel(loaded.model, source, ranks)
@@ -330,15 +387,24 @@ def load_reference(
     return Reference(loaded.model, copy.model, its_parallel)
 
 
-def _require_same(ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Tensor], int]) -> None:
-    """Raise LearnerError if `number_of` a parameter differs between ranks."""
+def _require_same(
+    ranks: Ranks, model: nn.Module, number_of: Callable[[torch.Tensor], int], equal: Ranks
+) -> None:
+    """Raise LearnerError on all `ranks` if `number_of` a parameter differs between ranks `equal`.
+
+    `equal` are those that must have the same parameters as this rank.
+    """
     names, parameters = zip(*model.named_parameters(), strict=True)
-    index = ranks.first_difference([number_of(parameter.detach()) for parameter in parameters])
-    if index is not None:
+    numbers = [number_of(local_part(parameter.detach())) for parameter in parameters]
+    index = equal.first_difference(numbers)
+    # Ranks of another part of the model have the same names.
+    num_after = ranks.max(0 if index is None else len(names) - index)
+    if num_after:
         raise LearnerError(
             "the learner ranks do not hold the same weights; the first parameter that differs is"
-            f" {names[index]}. Check that model.path is the same checkpoint on every node and that"
-            " the nodes have the same devices and versions, then resume from the last checkpoint",
+            f" {names[-num_after]}. Check that model.path is the same checkpoint on every node and"
+            " that the nodes have the same devices and versions, then resume from the last"
+            " checkpoint",
             phase="check",
         )
 

@@ -27,6 +27,10 @@ class LearnerSection(Section):
     """Number of learner ranks (processes that train together)."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: each rank holds the whole model; fsdp: a shard (FSDP2). No effect with one rank."""
+    shard_size: Annotated[int | None, Field(ge=2)] = None
+    """With fsdp: number of ranks that hold one copy of the model together, on one node. The copies
+    learn different rows, and sum their gradients once per update. It divides `world_size`. null:
+    all ranks hold one copy, also over several nodes."""
     gpus: WholeGPUs | None = None
     """Number of GPUs that Ray reserves for each rank; null: 1 if the cluster has GPUs, else 0."""
     cpus: NonNegativeFloat | None = None
@@ -39,6 +43,27 @@ class LearnerSection(Section):
     def is_sharded(self) -> bool:
         """Return whether each rank holds only a shard of the model."""
         return self.world_size > 1 and self.parallel == "fsdp"
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of ranks that hold one copy of the model together.
+
+        Example: 1 with ddp; with fsdp and 16 ranks 16, or 8 with `shard_size: 8`.
+        """
+        return (self.shard_size or self.world_size) if self.is_sharded else 1
+
+    @model_validator(mode="after")
+    def _shards_fit(self) -> LearnerSection:
+        size = self.shard_size
+        if size is None:
+            return self
+        if self.parallel != "fsdp":
+            wrong = f"{size} has no effect with parallel: {self.parallel}"
+            raise refusal(wrong, "set parallel: fsdp, or remove the key", "shard_size")
+        if self.world_size % size:
+            wrong = f"{size} does not divide world_size {self.world_size} into whole copies"
+            raise refusal(wrong, "set a divisor of world_size", "shard_size")
+        return self
 
 
 class CheckpointSection(Section):

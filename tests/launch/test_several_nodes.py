@@ -85,6 +85,34 @@ print(set(places) == {ray.get_runtime_context().get_node_id()})
     assert printed_by(code, nodes) == "True"
 
 
+def test_the_ranks_of_a_copy_of_the_model_are_on_one_node(nodes):
+    """An engine of a quarter of a CPU, and two ranks of a half, which as processes of their own
+    would share a node with the engine.
+    """
+    code = """
+from contextlib import ExitStack
+from launch.processes.cluster import reserve
+from launch.processes.placement import Placement, Resources
+from shared.errors import ConfigError
+def nodes_of(rank):
+    bundles = (Resources(0.25, 0.0),), (rank,) * 2
+    with ExitStack() as ends:
+        places = reserve(Placement(*bundles, 1, None, None, shard_size=2), 10.0, ends)
+        where = ray.remote(num_cpus=0.1)(lambda: ray.get_runtime_context().get_node_id())
+        return ray.get([where.options(scheduling_strategy=places[n]).remote() for n in range(3)])
+engine, first, second = nodes_of(Resources(0.5, 0.0))
+print(first == second, engine != first)
+try:
+    nodes_of(Resources(0.75, 0.0))
+except ConfigError as error:
+    print(error)
+"""
+    together, told = printed_by(code, nodes).splitlines()
+    assert together == "True True"
+    assert told.startswith("learner.shard_size: the cluster has the resources, but in 10 s")
+    assert "0 GPU and 0.75 CPU, 0 GPU and 0.75 CPU, all on one node; " in told
+
+
 ASKED = [
     f"ray_rollmatch_{name}" for name in ("loss", "phase_seconds", "tokens_per_s", "weight_version")
 ]

@@ -181,6 +181,7 @@ def test_multi_process_learner_does_not_deadlock_in_server_mode(job, actors_job,
         in_server_mode(servers),
         "learner.world_size=2",
         "learner.parallel=fsdp",
+        "learner.shard_size=2",
         *QUEUED,
     )
     plan, *_ = served.lines("plan.jsonl")

@@ -15,7 +15,7 @@ from collections import Counter
 import pytest
 import rank_jobs
 import torch
-from rank_support import assert_same_updates, merged
+from rank_support import RankProcesses, assert_same_updates, merged
 from safetensors.torch import load_file, save_file
 
 from learner.model.ranks import RankTopology, ReceiverGroup
@@ -146,6 +146,90 @@ def test_sharded_ranks_compute_equally_many_rows_however_many_each_has(two_ranks
     )
     ones = rank_jobs.learn(ALONE, None, rank_config(training__packing=False), STEPS, 6)
     assert_same_updates(ones, ranks)
+
+
+# Several copies of shards
+
+
+FOUR = {"learner__world_size": 4, "learner__parallel": "fsdp"}
+TWO_COPIES = {**FOUR, "learner__shard_size": 2}
+FOUR_DDP = {"learner__world_size": 4}
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    processes = RankProcesses(4)
+    yield processes
+    processes.close()
+
+
+def test_two_copies_of_two_shards_take_the_updates_of_one_rank_and_of_four_shards(
+    alone, four_ranks, rank_config
+):
+    copies, shards = (
+        four_ranks.run(rank_jobs.learn, rank_config(**config), STEPS, 1)
+        for config in (TWO_COPIES, FOUR)
+    )
+    assert_same_updates(alone, copies)
+    assert_same_updates(alone, shards)
+    for name, weight in shards[0].weights.items():
+        torch.testing.assert_close(copies[0].weights[name], weight, rtol=0, atol=1e-6)
+
+
+def test_copies_learn_different_rows_at_the_same_time(four_ranks, rank_config):
+    """Channel A has 3 rows for each rank; on channel B rank 0 has the only rollout, and both ranks
+    of the other copy learn nothing.
+    """
+    config = {"training__packing": False, "stage2_ab__channel_b__rollouts_per_step": 1}
+    alone = rank_jobs.learn(ALONE, None, rank_config(**config), STEPS, 1)
+    ranks = four_ranks.run(rank_jobs.learn, rank_config(**config, **TWO_COPIES), STEPS, 1)
+    assert [rank.num_rows for rank in ranks] == [3 + 1 + 1, 3 + 1 + 1, 3, 3]
+    assert_same_updates(alone, ranks)
+
+
+def test_copies_sync_and_save_what_one_rank_does(four_ranks, rank_config, synced_alone, tmp_path):
+    ranks = four_ranks.run(
+        rank_jobs.sync_and_save, rank_config(**TWO_COPIES), tmp_path / "checkpoint"
+    )
+    assert [rank.offer is not None for rank in ranks] == [True, False, False, False]
+    assert all(rank.logprobs == pytest.approx(synced_alone.logprobs, abs=1e-5) for rank in ranks)
+    for sent, expected in ((ranks[0].weights, synced_alone), (ranks[3].saved, synced_alone)):
+        for name, tensor in sent.items():
+            assert torch.equal(tensor, expected.saved[name])
+    assert ranks[0].weights.keys() == synced_alone.weights.keys()
+
+
+@pytest.mark.parametrize("then", [TWO_COPIES, FOUR, FOUR_DDP], ids=["same", "fsdp", "ddp"])
+def test_copies_are_resumed_also_with_shards_of_another_size(then, resumable_copies, four_ranks):
+    whole, make, checkpoint = resumable_copies
+    rest = four_ranks.run(rank_jobs.learn, make(then, resume={"run": str(checkpoint)}), STEPS, 1)
+    assert [report.step for report in rest[0].reports] == [2]
+    for name, weight in whole[0].weights.items():
+        # The rounding of sums is the only difference; with the same shards there is none.
+        tolerance = 0 if then is TWO_COPIES else 1e-6
+        torch.testing.assert_close(rest[0].weights[name], weight, rtol=0, atol=tolerance)
+    files = sorted(path.name for path in (checkpoint / "run_state").glob("*.safetensors"))
+    assert files == ["rank_0.safetensors", "rank_1.safetensors"], "of one copy"
+
+
+@pytest.fixture(scope="module")
+def resumable_copies(four_ranks, rank_config):
+    """A run of copies that saved after its second step, and what makes its configurations."""
+
+    def make(settings, **more):
+        return rank_config(**settings, **more, training__parts={"aligner": {"frozen": True}})
+
+    saved = make(TWO_COPIES)
+    checkpoint = saved.telemetry.run_dir / "checkpoint"
+    whole = four_ranks.run(rank_jobs.learn, saved, STEPS, 1, None, {2: checkpoint})
+    return whole, make, checkpoint
+
+
+def test_copies_that_drifted_apart_stop_at_the_next_sync(four_ranks, rank_config):
+    """Rank 1's part differs from rank 3's in one bit; no rank waits for the ranks that noticed."""
+    for error in four_ranks.outcomes(rank_jobs.drifts, rank_config(**TWO_COPIES)):
+        assert type(error) is LearnerError
+        assert "model.language_model.layers.1.mlp.up_proj.weight" in str(error)
 
 
 def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(

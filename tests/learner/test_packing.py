@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from learner.packing import CarryBuffer, select_segments
+from learner.packing import CarryBuffer, moves_to_equal, select_segments
 from shared.errors import ConfigError
 
 # With 24 segments its table is past the exact search's size: candidates compete.
@@ -165,3 +165,29 @@ def test_missing_binpacking_dependency_fails_fast(monkeypatch, attempt):
     message = r"pip install binpacking`, or set training\.packing: false"
     with pytest.raises(ConfigError, match=message):
         attempt()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "moves"),
+    [
+        ([0, 0], []),
+        ([6, 5], []),
+        ([5, 6], []),
+        ([3, 0, 0], [(0, 1), (0, 2)]),
+        ([4, 0, 1], [(0, 1), (0, 2)]),
+        ([18] + [0] * 63, [(0, rank) for rank in range(1, 18)]),
+    ],
+)
+def test_ranks_share_their_rows_and_no_row_moves_without_need(num_rows, moves):
+    assert moves_to_equal(num_rows) == moves
+
+
+def test_however_many_rows_ranks_have_they_then_have_equally_many():
+    for num_rows in itertools.product(range(5), repeat=4):
+        then = list(num_rows)
+        for source, destination in moves_to_equal(num_rows):
+            then[source] -= 1
+            then[destination] += 1
+            assert then[source] >= sum(num_rows) // 4, "a rank that gets rows gives none"
+        assert sum(then) == sum(num_rows)
+        assert max(then) - min(then) <= 1

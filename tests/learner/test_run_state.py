@@ -16,7 +16,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from learner.run_state import KINDS, RandomState, RankState
+from learner.run_state import (
+    KINDS,
+    RandomState,
+    RankState,
+    load_tensors,
+    row_as_bytes,
+    row_from_bytes,
+)
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import LabelOverride, Target, TokenRole
 from shared.config.pipeline import Channel
@@ -73,7 +80,9 @@ def saved(folder: Path, state: RankState) -> Path:
 def test_a_state_comes_back_with_its_types_and_bits_and_shares_what_it_shared(tmp_path):
     state = rank_state()
     saved(tmp_path, state)
-    read, tensors = RankState.load(tmp_path, 0, has_own_tensors=True)
+    read = RankState.load(tmp_path, 0)
+    tensors, are_as_saved = load_tensors(tmp_path, 0, 1)
+    assert are_as_saved
     assert torch.equal(tensors["w/master"], torch.ones(2))
     assert torch.equal(read.random.cpu, state.random.cpu) and read.random.device is None
     (segment, other), (was, _) = read.carried, state.carried
@@ -97,6 +106,37 @@ def test_a_state_comes_back_with_its_types_and_bits_and_shares_what_it_shared(tm
     assert type(read.report.spans) is tuple and read.report.channel is Channel.B
 
 
+def test_a_row_is_sent_with_its_types_and_bits():
+    (was, _) = rank_state().carried
+    segment, other = row_from_bytes(row_as_bytes([was, was]))
+    assert type(segment) is Segment and len(segment) == len(was)
+    assert segment.prompt.pixel_values_RD is other.prompt.pixel_values_RD
+    assert torch.equal(segment.prompt.pixel_values_RD, was.prompt.pixel_values_RD)
+    assert segment.target.compared_logprobs == was.target.compared_logprobs
+    assert segment.target.roles.dtype == np.uint8
+
+
+@pytest.mark.parametrize("num_saved", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 5])
+def test_saved_shards_are_cut_anew_as_fsdp_cuts_them(num_saved, num_shards, tmp_path):
+    whole = {"w/master": torch.arange(21.0).reshape(7, 3), "b/exp_avg": torch.arange(3.0)}
+    step = {"w/step": torch.tensor(9.0)}
+
+    def shards(number):
+        cut = {name: list(value.chunk(number)) for name, value in whole.items()}
+        for name, parts in cut.items():
+            parts += [whole[name][:0]] * (number - len(parts))
+        return [{name: cut[name][shard] for name in whole} | step for shard in range(number)]
+
+    for rank, tensors in enumerate(shards(num_saved)):
+        rank_state().writer(rank, {name: one.clone() for name, one in tensors.items()})(tmp_path)
+    for shard, expected in enumerate(shards(num_shards)):
+        found, are_as_saved = load_tensors(tmp_path, shard, num_shards)
+        assert are_as_saved == (num_saved == num_shards)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
 class Harmful:
     """Makes a folder where it is unpickled."""
 
@@ -110,11 +150,14 @@ class Harmful:
 def test_a_pickle_in_a_checkpoint_is_not_executed_under_any_name(tmp_path):
     file = saved(tmp_path, rank_state())
     harmful = pickle.dumps(Harmful(tmp_path / "executed"))
-    for path in (file, file.with_name("rank_0.safetensors")):
+    for path, load in (
+        (file, lambda: RankState.load(tmp_path, 0)),
+        (file.with_name("rank_0.safetensors"), lambda: load_tensors(tmp_path, 0, 1)),
+    ):
         before = path.read_bytes()
         path.write_bytes(harmful)
         with pytest.raises(ConfigError, match="cannot be read"):
-            RankState.load(tmp_path, 0, has_own_tensors=True)
+            load()
         path.write_bytes(before)
     assert not (tmp_path / "executed").exists()
 
@@ -136,7 +179,7 @@ def test_a_state_that_names_anything_else_is_damaged(value, tmp_path):
     tensors = base64.b64encode(safetensors.torch.save({})).decode()
     saved(tmp_path, rank_state()).write_text(json.dumps({"state": value, "tensors": tensors}))
     with pytest.raises(ConfigError, match="cannot be read"):
-        RankState.load(tmp_path, 0, has_own_tensors=True)
+        RankState.load(tmp_path, 0)
 
 
 def test_every_type_that_a_state_is_annotated_with_can_be_saved():

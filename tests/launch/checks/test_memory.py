@@ -132,6 +132,14 @@ def test_sharding_divides_all_but_the_activations_and_gathers_a_layer_after_anot
     assert shared == {name: size // (1 + (name in divided)) for name, size in whole.items()}
 
 
+def test_a_copy_is_divided_by_the_ranks_that_hold_it(learner_parts):
+    copies, two, four = (
+        learner_parts(learner__world_size=ranks, learner__parallel="fsdp", learner__shard_size=size)
+        for ranks, size in ((4, 2), (2, None), (4, None))
+    )
+    assert copies == two != four
+
+
 def test_shards_are_float32_and_their_own_masters_and_are_gathered_in_the_models_dtype(
     learner_parts,
 ):

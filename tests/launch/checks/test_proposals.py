@@ -135,6 +135,14 @@ def test_gpus_that_a_run_leaves_idle_come_first_and_as_few_of_them_as_suffice(
     assert found == others[:4]
 
 
+def test_a_copy_on_more_of_the_runs_own_gpus_comes_first(config, qwen):
+    copies = {"learner__world_size": 8, "learner__parallel": "fsdp", "learner__shard_size": 2}
+    batch = {"training__effective_batch_size": 24, "stage2_ab__channel_b__rollouts_per_step": 24}
+    run = config(model__gradient_checkpointing=True, **copies, **batch)
+    found = proposed(run, qwen, 40 * GIB)
+    assert found[0].overrides == ("learner.shard_size=4",)
+
+
 def test_where_no_adapter_can_be_what_else_fits_is_still_proposed(config, qwen):
     frozen = {"training__parts": {"language_model": {"frozen": True}}}
     found = proposed(config(**frozen), qwen, 24 * GIB)

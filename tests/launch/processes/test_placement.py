@@ -74,6 +74,30 @@ def test_every_learner_rank_has_a_place_of_its_own(config):
     assert gpus_of(placement) == 4.0
 
 
+COPIES = {"learner__world_size": 4, "learner__parallel": "fsdp", "learner__shard_size": 2}
+
+
+def test_each_copy_of_the_model_has_a_placement_group_that_stays_on_a_node(config):
+    placement = plan_placement(config(**COPIES), GPUS * 2)
+    copies = [("STRICT_PACK", range(3, 5)), ("STRICT_PACK", range(5, 7))]
+    assert placement.groups == [*copies, ("PACK", range(3))]
+    assert plan_placement(config(**COPIES, **COLOCATE), GPUS).groups == [
+        ("STRICT_PACK", range(2)),
+        ("STRICT_PACK", range(2, 4)),
+    ]
+    anywhere = plan_placement(config(**COPIES | {"learner__shard_size": None}), GPUS * 2)
+    assert anywhere.groups == [("PACK", range(7))]
+
+
+def test_copies_for_which_nodes_have_no_room_are_refused(config):
+    nodes = [Resources(cpus=16, gpus=3)] * 3
+    assert len(plan_placement(config(**COPIES), nodes).groups) == 3
+    wide = COPIES | {"learner__world_size": 6, "learner__shard_size": 3}
+    three = "the nodes of the cluster have room for 1 of the 2 copies"
+    with pytest.raises(ConfigError, match=rf"learner\.shard_size: 3 ranks.*{three}"):
+        plan_placement(config(**wide), [*nodes[:1], *[Resources(cpus=16, gpus=2)] * 3])
+
+
 TWO_NODES = GPUS * 2
 SPLIT = [Resources(cpus=32, gpus=0), Resources(cpus=4, gpus=4)]
 SMALL = [Resources(cpus=2, gpus=0)] * 8

@@ -153,7 +153,7 @@ class FakeGroup:
 
 def ranks_on(device: LearnerDevice, events: list[str]) -> Ranks:
     group: Any = FakeGroup(events)
-    return Ranks(0, 2, group, device, timeout_s=7.0, sums_in_backward=False)
+    return Ranks(0, 2, group, device, timeout_s=7.0)
 
 
 def test_the_time_of_reducing_gradients_ends_when_the_device_has_reduced_them() -> None:

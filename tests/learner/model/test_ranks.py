@@ -33,6 +33,18 @@ def test_counts_are_summed_and_compared_over_ranks(collectives):
         assert rank["met"] is True, "a flag of one rank is everybody's"
 
 
+def test_messages_between_ranks_arrive_in_their_order(collectives):
+    assert [rank["exchanged"] for rank in collectives] == [[b"back"], [b"first", b"second"]]
+
+
+def test_rows_are_shared_and_wait_until_there_is_one_for_every_rank(two_ranks):
+    calls = [([3, 0], False), ([0, 2], False), ([0, 0], False), ([2, 0], True), ([0, 0], True)]
+    first, second = two_ranks.run(rank_jobs.share_rows, calls)
+    # Row 2 moves to rank 1. Row 1 waits for rank 1's next row, and row 4 for the last rows.
+    assert first == [[0], [1], [], [5, 6], []]
+    assert second == [[2], [3], [], [4], []]
+
+
 def test_gradients_are_summed_in_float32_and_every_rank_holds_the_same_bits(collectives):
     columns = [rank[time] for time in ("before", "after") for rank in collectives]
     for a, b, after, other in zip(*columns, strict=True):
@@ -62,7 +74,7 @@ def test_the_rendezvous_is_bound_to_its_address_alone_before_it_is_published():
 
 def test_one_rank_asks_nobody():
     place = RankTopology("rollmatch_gloo", ())
-    ranks = join_ranks(place, None, CPU, timeout_s=1.0, sums_in_backward=False)
+    ranks = join_ranks(place, None, CPU, timeout_s=1.0, num_shards=1)
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.any_of([True, False]) == [True, False]
     assert (ranks.sum(3), ranks.max(3), ranks.all_of(3)) == (3, 3, [3])
@@ -79,7 +91,7 @@ def test_a_rank_that_does_not_come_is_missed_with_the_address_and_the_key():
         r" timeouts\.learn_s = 1 s; "
     )
     with pytest.raises(CollectiveError, match=message):
-        join_ranks(place, rendezvous, CPU, timeout_s=1.0, sums_in_backward=False)
+        join_ranks(place, rendezvous, CPU, timeout_s=1.0, num_shards=1)
 
 
 def test_a_rank_whose_process_ends_is_missed_at_once_by_the_others():

@@ -46,7 +46,7 @@ def test_ranks_on_gpus_meet_over_nccl_there_and_over_gloo_in_host_memory_with_on
             rendezvous=rendezvous.endpoint,
         )
         hosted, device = None if rank else rendezvous, LearnerDevice(torch.device("cpu"))
-        return join_ranks(place, hosted, device, timeout_s=20.0, sums_in_backward=False)
+        return join_ranks(place, hosted, device, timeout_s=20.0, num_shards=1)
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(join, range(2))
