@@ -384,6 +384,35 @@ def test_a_run_on_the_device_learns_as_on_the_cpu_and_resumes_to_the_bit(
 
 
 @pytest.mark.slow
+def test_the_next_row_is_prepared_before_the_host_waits_for_a_row(
+    configured: Callable[..., RunConfig],
+) -> None:
+    config = configured(
+        training__packing=False,
+        training__effective_batch_size=4,
+        stage2_ab__schedule__warmup_steps=0,
+        stage2_ab__channel_b__rollouts_per_step=4,
+    )
+    of_rollouts = RunSchedule(config).plan(0)
+    reads: list[int] = []
+    with emulated_cuda() as cuda:
+        learner = Learner(config, ON_DEVICE)
+        answers = half_right(learner, of_rollouts)
+        body = learner.loaded.model.model
+        rope_index = body.get_rope_index
+
+        def collated(*ids: Any, **options: Any) -> Any:
+            reads.append(sum(entry.endswith("copy to the host") for entry in cuda.syncs))
+            return rope_index(*ids, **options)
+
+        body.get_rope_index = collated
+        cuda.reset()
+        learner.accumulate(answers)
+        assert cuda.uploads == []
+    assert reads == [0, 0, 1, 2], "results that were read before a row was collated"
+
+
+@pytest.mark.slow
 def test_a_text_model_learns_with_an_adapter_near_its_start_as_on_the_cpu(
     demo_lm: Path, tmp_path: Path
 ) -> None:
