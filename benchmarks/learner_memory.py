@@ -89,7 +89,12 @@ SHARDED = {
 CASES: Mapping[str, Case] = {
     "full": Case(),
     "full, checkpointing": Case(keys=CHECKPOINTING),
+    "full, every second layer": Case(keys=CHECKPOINTING | {"model.recompute_every": 2}),
+    "full, tower not recomputed": Case(keys=CHECKPOINTING | {"model.recompute_tower": False}),
     "full, bfloat16": Case(keys=HALF),
+    "full, bfloat16, float32 head": Case(
+        keys=HALF | CHECKPOINTING | {"model.head_dtype": "float32"}
+    ),
     "full, bfloat16, checkpointing": Case(keys=HALF | CHECKPOINTING),
     "full, text, sdpa": Case({"image": 0}, FROZEN | {"model.attention": "sdpa"}),
     "full, text, eager": Case({"image": 0}, FROZEN | {"model.attention": "eager"}),

@@ -35,6 +35,7 @@ from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.checks import LogprobTolerance
 from learner.collate import PackedRow
+from learner.model.attention import use_flash_attention_3
 from learner.model.loading import DTYPES
 from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.packed_rows import check_packed_rows
@@ -91,6 +92,8 @@ class Learner:
         device.use_full_float32()
         if config.training.deterministic:
             device.use_deterministic_kernels()
+        if config.model.attention == "auto" and config.model.dtype == "bfloat16":
+            use_flash_attention_3(device.device)
         self._ranks = join_ranks(
             place,
             rendezvous,

@@ -396,7 +396,6 @@ class LogitsPass:
         picked: Sequence[PickedTokens] | None,
     ) -> LogitReading:
         """Read the logits of all chunks. `coord_at` and `picked` have an entry for each chunk."""
-
         first: list[list[OverVocabulary]] = [[] for _ in coord_at]
 
         def read(chunk_ND: torch.Tensor, index: int) -> LogitReading:
@@ -412,8 +411,8 @@ class LogitsPass:
             )
 
         # A chunk's logits are recomputed in its backward, so only one chunk's logits are in memory.
-        # What was read over the vocabulary is kept.
-        # The concatenation of all chunks has the order of the positions.
+        # `first` keeps what was read of them. The concatenation of all chunks has the order of the
+        # positions.
         chunks = [
             checkpoint(read, part_ND, index, use_reentrant=False)
             for index, part_ND in enumerate(hidden_ND.split(self.chunk))

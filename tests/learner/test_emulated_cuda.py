@@ -266,11 +266,12 @@ def test_a_row_in_float32_has_the_bits_of_the_cpu_and_waits_eight_times_at_most(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dtype", ["model", "float32"])
 def test_in_bfloat16_one_call_of_the_flash_kernel_computes_a_layer_of_a_row(
-    configured: Callable[..., RunConfig],
+    configured: Callable[..., RunConfig], head_dtype: str
 ) -> None:
     policy, _ = CASES["k3"]
-    config = configured(model__dtype="bfloat16")
+    config = configured(model__dtype="bfloat16", model__head_dtype=head_dtype)
     expected = learn(config, policy)
     with emulated_cuda() as cuda:
         found = learn(config, policy, cuda)
