@@ -148,10 +148,11 @@ def test_sharded_ranks_compute_equally_many_rows_however_many_each_has(two_ranks
     assert_same_updates(ones, ranks)
 
 
+@pytest.mark.parametrize("head_dtype", ["model", "float32"])
 def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(
-    two_ranks, rank_config, tmp_path
+    two_ranks, rank_config, tmp_path, head_dtype
 ):
-    config = {"model__dtype": "bfloat16"}
+    config = {"model__dtype": "bfloat16", "model__head_dtype": head_dtype}
     alone = rank_jobs.learn(ALONE, None, rank_config(**config), 2, CHUNK)
     ranks = two_ranks.run(rank_jobs.learn, rank_config(**config, **FSDP), 2, CHUNK // 2)
     for one, several in zip(merged([alone]), merged(ranks), strict=True):
