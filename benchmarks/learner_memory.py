@@ -33,7 +33,7 @@ from launch.checks.memory import Estimate
 from launch.checks.model_shape import ModelShape, RunSizes
 from launch.tools.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
 from learner.checks import LogprobTolerance
-from learner.model.loading import LoadedModel
+from learner.model.loading import DTYPES, LoadedModel
 from learner.model.optimizer import Optimizer
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
@@ -89,7 +89,12 @@ SHARDED = {
 CASES: Mapping[str, Case] = {
     "full": Case(),
     "full, checkpointing": Case(keys=CHECKPOINTING),
+    "full, every second layer": Case(keys=CHECKPOINTING | {"model.recompute_every": 2}),
+    "full, tower not recomputed": Case(keys=CHECKPOINTING | {"model.recompute_tower": False}),
     "full, bfloat16": Case(keys=HALF),
+    "full, bfloat16, float32 head": Case(
+        keys=HALF | CHECKPOINTING | {"model.head_dtype": "float32"}
+    ),
     "full, bfloat16, checkpointing": Case(keys=HALF | CHECKPOINTING),
     "full, text, sdpa": Case({"image": 0}, FROZEN | {"model.attention": "sdpa"}),
     "full, text, eager": Case({"image": 0}, FROZEN | {"model.attention": "eager"}),
@@ -196,6 +201,7 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
         loaded,
         parallel,
         config.rollout_matching.decode_settings(stop_token_ids=(0,), banned_token_ids=()),
+        dtype=DTYPES[config.model.dtype],
     )
     local = [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -212,10 +218,10 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     row = trainer.collate(segments, Channel.A, version=0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         optimizer = Optimizer(loaded.model, config.training, ranks)
-        trainer.train(short, Channel.A)
+        trainer.queue(short, Channel.A)()
         optimizer.update(0, 1)
-        trainer.train(short, Channel.A)
-        trainer.train(row, Channel.A)
+        trainer.queue(short, Channel.A)()
+        trainer.queue(row, Channel.A)()
         optimizer.update(1, len(segments))
     held = most = 0
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -42,7 +42,7 @@ from launch.checks.memory import (
     synced_bytes,
 )
 from launch.checks.model_shape import ModelShape, RunSizes, is_linear
-from launch.checks.proposals import proposals
+from launch.checks.proposals import less_recomputation, proposals
 from launch.checks.servers import ask_servers, port_problems, teacher_problems
 from launch.checks.weights import weight_warnings
 from launch.cli import (
@@ -501,27 +501,29 @@ def _memory(
     problems = list(memory.problems(needs))
     warnings = memory.warnings(needs)
     lines += (f"warning   {warning}" for warning in warnings)
+
+    def fitting(changed: RunConfig) -> Estimate | None:
+        try:
+            place = plan_placement(changed, nodes)
+            _require_offload(changed.rollout_matching, changed.learner, place)
+            other = RunSizes.of(changed, shape)
+            needs = _needs(other, place, memory)
+        except ConfigError:
+            return None  # not enough GPUs for that many ranks, or shards that would be moved
+        if memory.problems(needs) or memory.warnings(needs):
+            return None
+        if not on_cpu and exceeds_host(host_of(other, place)):
+            return None
+        return needs.shared or needs.learner
+
     if problems or warnings:
-
-        def fitting(changed: RunConfig) -> Estimate | None:
-            try:
-                place = plan_placement(changed, nodes)
-                _require_offload(changed.rollout_matching, changed.learner, place)
-                other = RunSizes.of(changed, shape)
-                needs = _needs(other, place, memory)
-            except ConfigError:
-                return None  # not enough GPUs for that many ranks, or shards that would be moved
-            if memory.problems(needs) or memory.warnings(needs):
-                return None
-            if not on_cpu and exceeds_host(host_of(other, place)):
-                return None
-            return needs.shared or needs.learner
-
         unused = Resources.sum(nodes).gpus - Resources.sum(placement.bundles).gpus
         fits = proposals(config, fitting, idle_gpus=int(unused))
         lines += (f"memory    fits with {one.describe()}" for one in fits)
         if not fits:
             lines.append("memory    no memory-saving setting of the learner makes it fit")
+    elif (faster := less_recomputation(config, fitting)) is not None:
+        lines.append(f"memory    faster, and fits: {faster.describe()}")
     yield from problems
 
 

@@ -43,7 +43,8 @@ class ModelInputs(NamedTuple):
     """int64 [1, T]: positions that restart in each segment; transformers finds the segments by the
     restarts. With M-RoPE [4, 1, T]: the same positions, then the three M-RoPE rows."""
     pixel_values: torch.Tensor
-    """float32 [R, D]: R patches or tiles of images, D values each; [0, 0] without images."""
+    """[R, D]: R patches or tiles of images, D values each; [0, 0] without images. Any float type.
+    """
     image_grid_thw: torch.Tensor
     """int64 [I, 3]: the number of patches of each image (`EncodedPrompt.image_grid_I3`). Always in
     host memory, because shapes of other tensors depend on it."""
@@ -134,6 +135,7 @@ def collate(
     text_weights: TextWeights,
     rope_index: RopeIndex | None,
     beside: Segment | None = None,
+    pixel_dtype: torch.dtype = torch.float32,
 ) -> PackedRow:
     """Pack `segments` into one row, in order.
 
@@ -142,6 +144,7 @@ def collate(
         rope_index: computes M-RoPE positions; None for a model without M-RoPE.
         beside: segment with images that is appended without supervision, so that a row without
             images runs the vision tower too.
+        pixel_dtype: the type of the row's pixel values.
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.
@@ -176,7 +179,8 @@ def collate(
     def index(needed_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, needed_positions))
 
-    inputs = _model_inputs([*segments, *([] if beside is None else [beside])], rope_index)
+    in_row = [*segments, *([] if beside is None else [beside])]
+    inputs = _model_inputs(in_row, rope_index, pixel_dtype)
     positions_N = torch.from_numpy(needed // 2)
     token_ids_N = inputs.input_ids[0, positions_N + 1]
     labels = [one.token_id for target in targets for one in target.label_overrides]
@@ -276,7 +280,9 @@ def _equal_weights(count: int) -> np.ndarray:
     return np.full(count, 1.0 / count if count else 0.0, dtype=np.float32)
 
 
-def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> ModelInputs:
+def _model_inputs(
+    segments: Sequence[Segment], rope_index: RopeIndex | None, pixel_dtype: torch.dtype
+) -> ModelInputs:
     input_ids = []
     position_ids = []
     for segment in segments:
@@ -293,7 +299,8 @@ def _model_inputs(segments: Sequence[Segment], rope_index: RopeIndex | None) -> 
         mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=grid)
         position_ids.append(torch.cat([positions_1L[None], mrope_31L]))
     prompts = [segment.prompt for segment in segments]
-    pixels = [prompt.pixel_values_RD for prompt in prompts if len(prompt.image_grid_I3)]
+    with_images = [prompt for prompt in prompts if len(prompt.image_grid_I3)]
+    pixels = [prompt.pixel_values_RD.to(pixel_dtype) for prompt in with_images]
     return ModelInputs(
         torch.cat(input_ids, dim=1),
         torch.cat(position_ids, dim=-1),

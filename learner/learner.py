@@ -34,6 +34,9 @@ from learner.algorithms.base import Algorithm, AlgorithmStep
 from learner.algorithms.rollout_matching import RolloutMatching
 from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.checks import LogprobTolerance
+from learner.collate import PackedRow
+from learner.model.attention import use_flash_attention_3
+from learner.model.loading import DTYPES
 from learner.model.optimizer import Optimizer, update_metrics
 from learner.model.packed_rows import check_packed_rows
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
@@ -42,7 +45,7 @@ from learner.packing import Row, packing_policy
 from learner.run_state import RandomState, RankState
 from learner.saving import Saving, checksum
 from learner.segments import Segment
-from learner.step import RowTrainer
+from learner.step import RowResult, RowTrainer
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
@@ -89,6 +92,8 @@ class Learner:
         device.use_full_float32()
         if config.training.deterministic:
             device.use_deterministic_kernels()
+        if config.model.attention == "auto" and config.model.dtype == "bfloat16":
+            use_flash_attention_3(device.device)
         self._ranks = join_ranks(
             place,
             rendezvous,
@@ -117,6 +122,7 @@ class Learner:
             self.parallel,
             decode,
             self.reference,
+            dtype=DTYPES[config.model.dtype],
         )
         self._packing = packing_policy(config.row_rule, config.training, config.global_max_length)
         self.optimizer = Optimizer(self.loaded.model, config.training, self._ranks)
@@ -426,33 +432,21 @@ class Learner:
         If the model is sharded, the ranks of a copy train at the same time, and stop if one must
         stop. Until the `last` rows of a step, some may wait (`Parallel.rows_of_all_ranks`).
         """
-        # `again`: a pass after the first update. The rows were already counted and compared.
-        keeps_rows = not again and self._config.training.updates_per_batch > 1
         channel = self._current.plan.channel
-        metrics = self._current.metrics
-        version = self.publisher.version
-        fixed = self.algorithm.fixed
-        shared = self.parallel.rows_of_all_ranks(rows, _shows_images, last=last)
-        for segments, joins_images in shared:
+        prepared = self._prepared(rows, last=last)
+        following = next(prepared, None)
+        while following is not None:
+            segments, row = following
             try:
-                if segments is None:
-                    # The other ranks' rows need this rank's shard of the weights.
-                    idle = fixed if joins_images else fixed.without_images()
-                    dummy = self._trainer.collate([idle], channel, version=version)
-                    self._trainer.train(dummy, channel, weight=0.0)
-                else:
-                    row = self._trainer.collate(
-                        segments, channel, version=version, beside=fixed if joins_images else None
-                    )
-                    result = self._trainer.train(row, channel)
-                    if again:
-                        metrics.add_losses(row, result)
-                    else:
-                        so_far = metrics.compared
-                        metrics.compared = self._trainer.compare(row, result, channel, so_far)
-                        metrics.add_row(row, result)
-                    if keeps_rows:
-                        self._rounds[-1].append(segments)
+                # The other ranks' rows need this rank's shard of the weights, also without a row.
+                weight = 0.0 if segments is None else 1.0
+                result = self._trainer.queue(row, channel, weight=weight)
+                try:
+                    # While a GPU computes the row, the host prepares the next one.
+                    following = next(prepared, None)
+                finally:  # an error of the next row must not hide an error of this one
+                    if segments is not None:
+                        self._take(segments, row, result(), again=again)
             except RolloutError:
                 # Raised after the row's backward, when the other ranks have reached this point too.
                 self.parallel.any_of_row(True)
@@ -461,6 +455,39 @@ class Learner:
             if self.parallel.any_of_row(self.is_told_to_stop and not again):
                 return False
         return True
+
+    def _prepared(
+        self, rows: Iterator[Row], *, last: bool
+    ) -> Iterator[tuple[Row | None, PackedRow]]:
+        """Pack the rows, and yield each with its segments.
+
+        If the model is sharded, yield None with a dummy row for each further row of other ranks.
+        """
+        channel = self._current.plan.channel
+        version = self.publisher.version
+        fixed = self.algorithm.fixed
+        shared = self.parallel.rows_of_all_ranks(rows, _shows_images, last=last)
+        for segments, joins_images in shared:
+            if segments is None:
+                idle = fixed if joins_images else fixed.without_images()
+                yield None, self._trainer.collate([idle], channel, version=version)
+            else:
+                beside = fixed if joins_images else None
+                row = self._trainer.collate(segments, channel, version=version, beside=beside)
+                yield segments, row
+
+    def _take(self, segments: Row, row: PackedRow, result: RowResult, *, again: bool) -> None:
+        """Compare and count a trained row. Raises RolloutError if its log-probabilities differ."""
+        metrics = self._current.metrics
+        # `again`: a pass after the first update. The rows were already counted and compared.
+        if again:
+            metrics.add_losses(row, result)
+            return
+        channel = self._current.plan.channel
+        metrics.compared = self._trainer.compare(row, result, channel, metrics.compared)
+        metrics.add_row(row, result)
+        if self._config.training.updates_per_batch > 1:
+            self._rounds[-1].append(segments)
 
     def _left(self, phase: str) -> LearnerError:
         """Return the error for a step that ended before its first optimizer update."""

@@ -31,7 +31,12 @@ from learner.model.packed_rows import logits_of
 from learner.model.sharding import Parallel, Reference
 from learner.objectives import coord_math
 from learner.objectives.base import ChannelObjectives, LogitNeeds, ReferenceValues, RowValues
-from learner.objectives.coord_math import LogitReading, Normalizer, PickedTokens
+from learner.objectives.coord_math import (
+    LogitReading,
+    Normalizer,
+    OverVocabulary,
+    PickedTokens,
+)
 from learner.objectives.registry import build_objectives
 from learner.packing import Row
 from learner.segments import Segment
@@ -87,13 +92,27 @@ def train_row(
     row: PackedRow,
     objectives: ChannelObjectives,
     sampled_under: Normalizer,
+    **options: Any,
+) -> RowResult:
+    """Run `queue_row` with these arguments, and wait for its result."""
+    return queue_row(model, row, objectives, sampled_under, **options)()
+
+
+def queue_row(
+    model: Any,
+    row: PackedRow,
+    objectives: ChannelObjectives,
+    sampled_under: Normalizer,
     *,
     logit_chunk: int = LOGIT_CHUNK,
     run: Callable[..., Any] = operator.call,
     weight: float = 1.0,
     reference: Reference | None = None,
-) -> RowResult:
+) -> Callable[[], RowResult]:
     """Run forward, losses and backward of one packed row. Only the model's gradients change.
+
+    On a GPU the work is only queued. Return a function that waits for it and returns the result;
+    until then the host is free to prepare the next row.
 
     Args:
         objectives: losses and diagnostics of the row's channel.
@@ -122,15 +141,21 @@ def train_row(
     sums = [total for total, _ in diagnosed.values()]
     compared_K = forward.values.compared_logprobs_K
     columns = [forward.loss[None], forward.terms, *(total[None] for total in sums), compared_K]
-    read = torch.cat([column.detach().double() for column in columns]).cpu()
-    loss, terms, totals, compared_K = read.split([1, len(names), len(sums), len(compared_K)])
-    means = zip(diagnosed, totals.tolist(), (size for _, size in diagnosed.values()), strict=True)
-    return RowResult(
-        loss.item(),
-        dict(zip(names, terms.tolist(), strict=True)),
-        {name: SlotMean(total, size) for name, total, size in means},
-        compared_K.float(),
-    )
+    on_device = torch.cat([column.detach().double() for column in columns])
+    counts = {name: size for name, (_, size) in diagnosed.items()}
+    sizes = [1, len(names), len(counts), len(compared_K)]
+
+    def result() -> RowResult:
+        loss, terms, totals, compared_K = on_device.cpu().split(sizes)
+        means = zip(counts, totals.tolist(), counts.values(), strict=True)
+        return RowResult(
+            loss.item(),
+            dict(zip(names, terms.tolist(), strict=True)),
+            {name: SlotMean(total, size) for name, total, size in means},
+            compared_K.float(),
+        )
+
+    return result
 
 
 def _forward(
@@ -371,6 +396,7 @@ class LogitsPass:
         picked: Sequence[PickedTokens] | None,
     ) -> LogitReading:
         """Read the logits of all chunks. `coord_at` and `picked` have an entry for each chunk."""
+        first: list[list[OverVocabulary]] = [[] for _ in coord_at]
 
         def read(chunk_ND: torch.Tensor, index: int) -> LogitReading:
             return coord_math.read_logits(
@@ -381,10 +407,12 @@ class LogitsPass:
                 normalizers,
                 None if picked is None else picked[index],
                 mean=self.needs.text_uniform_ce,
+                first=first[index],
             )
 
         # A chunk's logits are recomputed in its backward, so only one chunk's logits are in memory.
-        # The concatenation of all chunks has the order of the positions.
+        # `first` keeps what was read of them. The concatenation of all chunks has the order of the
+        # positions.
         chunks = [
             checkpoint(read, part_ND, index, use_reentrant=False)
             for index, part_ND in enumerate(hidden_ND.split(self.chunk))
@@ -412,6 +440,8 @@ class RowTrainer:
         parallel: Parallel,
         decode: DecodeSettings,
         reference: Reference | None = None,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         """Build the objectives of both channels from `pipeline`.
 
@@ -420,8 +450,10 @@ class RowTrainer:
                 weight sync may measure that a larger tolerance is needed.
             decode: sampling settings of the rollouts.
             reference: the run's initial model, for objectives that compare the learner with it.
+            dtype: number type of the model's forwards. Shards have another.
         """
         self._loaded = loaded
+        self._dtype = dtype
         self._parallel = parallel
         self._reference = reference
         self._objectives = {
@@ -436,7 +468,10 @@ class RowTrainer:
     def collate(
         self, segments: Row, channel: Channel, *, version: int, beside: Segment | None = None
     ) -> PackedRow:
-        """Pack the segments into one row, on the CPU.
+        """Pack the segments into one row, and start to copy it to the model's device.
+
+        The pixel values already have the type of the forward, so a copy in bfloat16 is half as
+        large.
 
         Args:
             version: the learner's weight version. Log-probabilities that an engine computed with
@@ -449,16 +484,20 @@ class RowTrainer:
             text_weights=self._text_weights[channel],
             rope_index=self._loaded.rope_index,
             beside=beside,
-        )
+            pixel_dtype=self._dtype,
+        ).to(self._loaded.device)
 
-    def train(self, row: PackedRow, channel: Channel, *, weight: float = 1.0) -> RowResult:
+    def queue(
+        self, row: PackedRow, channel: Channel, *, weight: float = 1.0
+    ) -> Callable[[], RowResult]:
         """Run forward and backward of the row, which adds a gradient to the model's gradients.
 
         With `weight` 0 nothing is added: the rank only takes part in a sharded model's forward.
+        Return a function that waits for the result, like `queue_row`.
         """
-        return train_row(
+        return queue_row(
             self._loaded.model,
-            row.to(self._loaded.device),
+            row,
             self._objectives[channel],
             self._sampled_under,
             run=self._parallel.forward,
@@ -479,7 +518,7 @@ class RowTrainer:
         return check_logprobs(
             row.segments,
             result.compared_logprobs_K,
-            row.compared.engine_logprobs,
+            row.on_host.compared.engine_logprobs,
             tolerance=self._tolerance(),
             so_far=so_far,
         )

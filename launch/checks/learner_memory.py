@@ -106,10 +106,12 @@ def _offloaded_parts(run: RunSizes) -> dict[str, int]:
         parts["masters, gradients and moments"] = 16 * run.num_trainable
     if run.model.activation_offload:
         tokens = run.tokens
-        numbers = run.shape.layers * tokens * run.shape.hidden
+        layers = run.num_recomputed(ModelPart.LANGUAGE_MODEL, run.shape.layers)
+        numbers = layers * tokens * run.shape.hidden
         if run.shape.vision and run.has_gradients(ModelPart.VISION_TOWER):
             patches = tokens * run.shape.vision.patches_per_token
-            numbers += run.shape.vision.layers * patches * run.shape.vision.hidden
+            layers = run.num_recomputed(ModelPart.VISION_TOWER, run.shape.vision.layers)
+            numbers += layers * patches * run.shape.vision.hidden
         parts["inputs of layers"] = numbers * run.size
     return parts
 
@@ -193,11 +195,11 @@ def _row_parts(run: RunSizes, device: Device, image_tokens: int | None) -> dict[
     # Attention's backward runs after the backward of the gated product.
     gated = 4 * run.shape.intermediate * tokens * run.size
     moment = max(text.moment, of_moment - gated)
-    if run.model.gradient_checkpointing:
+    layers = run.shape.layers
+    masks += (layers - run.num_recomputed(ModelPart.LANGUAGE_MODEL, layers)) * of_layer
+    if run.recomputes_last(ModelPart.LANGUAGE_MODEL, layers):
         moment += text.layer + of_layer
-    else:
-        masks += run.shape.layers * of_layer
-    moment = max(_logit_bytes(run), moment)
+    moment = max(_logit_bytes(run, device), moment)
     # The tower runs last in a backward, when the language model's activations are freed, and first
     # in a forward, before they exist.
     moment = max(moment, vision.moment - text.kept - masks)
@@ -245,9 +247,9 @@ def _text_layers(run: RunSizes, device: Device) -> _LayerBytes:
     layer = tokens * of_layer * size
     inputs = tokens * run.shape.hidden * size
     # In addition: the last norm, and the hidden states from which logits are computed.
-    kept = run.shape.layers * layer
-    if run.model.gradient_checkpointing:
-        kept = inputs * (1 if _offloads_inputs(run, device) else run.shape.layers)
+    recomputed = run.num_recomputed(ModelPart.LANGUAGE_MODEL, run.shape.layers)
+    kept = (run.shape.layers - recomputed) * layer
+    kept += inputs * (min(1, recomputed) if _offloads_inputs(run, device) else recomputed)
     kept += (norm + 1) * inputs
     moment = tokens * (2 * run.shape.hidden * (4 // size) + 2 * run.shape.intermediate) * size
     return _LayerBytes(kept, layer, moment)
@@ -292,13 +294,15 @@ def _vision_layers(run: RunSizes, device: Device, image_tokens: int) -> _LayerBy
     moment = patches * (2 * vision.hidden + factors * vision.intermediate // 2) * size
     if not run.has_gradients(ModelPart.VISION_TOWER):
         return _LayerBytes(kept, layer, patches * vision.layer_numbers_per_patch * size)
-    if run.model.gradient_checkpointing:
-        kept += inputs * (1 if _offloads_inputs(run, device) else vision.layers)
-        return _LayerBytes(kept, layer, layer + moment)
-    return _LayerBytes(kept + vision.layers * layer, layer, moment)
+    recomputed = run.num_recomputed(ModelPart.VISION_TOWER, vision.layers)
+    kept += (vision.layers - recomputed) * layer
+    kept += inputs * (min(1, recomputed) if _offloads_inputs(run, device) else recomputed)
+    if run.recomputes_last(ModelPart.VISION_TOWER, vision.layers):
+        moment += layer
+    return _LayerBytes(kept, layer, moment)
 
 
-def _logit_bytes(run: RunSizes) -> int:
+def _logit_bytes(run: RunSizes, device: Device) -> int:
     """Count the bytes of the logits of `LOGIT_CHUNK` tokens and of the head's gradient.
 
     They exist in the backward.
@@ -306,14 +310,17 @@ def _logit_bytes(run: RunSizes) -> int:
     size = run.size
     # The logits and their float32 gradient with two masks, or with one mask and the gradient in
     # the dtype of the logits (benchmarks/logit_memory.py).
-    of_logit = 10 if size == 4 else 9
+    of_head = 4 if run.model.head_dtype == "float32" else size
+    of_logit = 10 if of_head == 4 else 9
     if run.rollouts.pipeline.num_reference_top:
         # The logits of sampled tokens again with a float32 copy, besides value and gradient.
-        of_logit = 2 * (size + 4)
+        of_logit = 2 * (of_head + 4)
     logits = min(LOGIT_CHUNK, run.tokens) * run.shape.vocabulary * of_logit
     if _gates_text(run):
         # Five float32 copies: read, concatenated, selected, and inputs of sums and gradients.
         logits += 5 * 4 * NUM_BINS * run.tokens
+    if of_head > size and device is Device.CPU:
+        logits += 4 * run.shape.vocabulary * run.shape.hidden  # a float32 copy of the weights
     head = run.shape.vocabulary * run.shape.hidden * size
     # With shards, the head's gradient is counted in `_gathered_bytes`, to the backward's end.
     return logits + head * (run.trains_text and not run.learner.is_sharded)

@@ -269,6 +269,19 @@ class RunSizes:
         """Bytes of a weight in a learner rank; shards are float32 for any model dtype."""
         return BYTES["float32"] if self.learner.is_sharded else self.size
 
+    def num_recomputed(self, part: ModelPart, layers: int) -> int:
+        """Return how many of the first `layers` of a part are computed again in the backward."""
+        if part is ModelPart.VISION_TOWER and not self.model.recompute_tower:
+            return 0
+        return -(-layers // self.model.recompute_every) * self.model.gradient_checkpointing
+
+    def recomputes_last(self, part: ModelPart, layers: int) -> bool:
+        """Return whether the last of a part's layers is computed again.
+
+        When the backward reaches another layer, it has freed the activations of at least one.
+        """
+        return self.num_recomputed(part, layers) > self.num_recomputed(part, layers - 1)
+
     @property
     def longest_request(self) -> int:
         """Tokens of the longest sequence that an engine accepts."""

@@ -18,8 +18,21 @@ Change = Mapping[str, bool | int | str]
 """Values by configuration key, as the command line accepts them."""
 MOST = 4
 """The maximum number of proposals to make."""
+_RECOMPUTED: tuple[Change, ...] = tuple(
+    MappingProxyType({"model.gradient_checkpointing": True, "model.recompute_every": number})
+    for number in (4, 2, 1)
+)
+"""Recomputation of more and more layers."""
+_NOT_RECOMPUTED: Change = MappingProxyType(
+    {
+        "model.gradient_checkpointing": False,
+        "model.activation_offload": False,
+        "model.recompute_every": 1,
+        "model.recompute_tower": True,
+    }
+)
 _FIXED: tuple[Change, ...] = (
-    MappingProxyType({"model.gradient_checkpointing": True}),
+    *_RECOMPUTED,
     MappingProxyType({"model.activation_offload": True}),
     MappingProxyType({"model.attention": "auto"}),
     MappingProxyType({"training.optimizer": "adamw_bnb_8bit"}),
@@ -55,11 +68,12 @@ def proposals(
         fitting: returns the estimate of a run that fits, None for a run that does not.
     """
     search = _Search(config.model_dump(mode="json"), fitting)
+    weaker = _RECOMPUTED[: _num_at_most(config)]
     # Half a row may be too short for an answer, and an adapter needs a trained part.
     uncertain: list[Change] = [{"global_max_length": config.global_max_length // 2}]
     if config.model.adapter is None:
         uncertain.append({"model.adapter.kind": "lora"})
-    possible = [one for one in (*_FIXED, *uncertain) if search.is_new(one)]
+    possible = [one for one in (*_FIXED, *uncertain) if one not in weaker and search.is_new(one)]
     possible = [one for one in possible if one in _FIXED or search.changed([one]) is not None]
     num_ranks = config.learner.world_size
     # Several ranks of whole models may become as many shards.
@@ -68,13 +82,39 @@ def proposals(
     if (shards := config.learner.shard_size) is not None:
         sizes = range(shards + 1, num_ranks + 1)
         idle = [{"learner.shard_size": size} for size in sizes if num_ranks % size == 0]
-    smaller_rows = [one for one in possible if one in _FIXED and "training.optimizer" not in one]
+    # All layers or none are recomputed, or the first set would need more ranks for fewer layers.
+    weaker = (*_RECOMPUTED[:-1], *(one for one in _FIXED if "training.optimizer" in one))
+    smaller_rows = [one for one in possible if one in _FIXED and one not in weaker]
     found = search.minimal(idle + smaller_rows, [(change,) for change in idle])[:1]
     found += search.minimal(possible, [()])
     if not found:
         ranks: list[Change] = [_shards(number) for number in (2, 4, 8) if number >= least]
         found = search.minimal(possible + ranks, [(change,) for change in ranks])
     return found[:MOST]
+
+
+def less_recomputation(
+    config: RunConfig, fitting: Callable[[RunConfig], Estimate | None]
+) -> Proposal | None:
+    """Return the change with which a run that fits recomputes fewest layers, and still fits.
+
+    None if no layer is recomputed, or none can be spared. `fitting` is as for `proposals`.
+    """
+    search = _Search(config.model_dump(mode="json"), fitting)
+    tower: Change = {"model.recompute_tower": False}
+    fewer = [_NOT_RECOMPUTED, *_RECOMPUTED[: _num_at_most(config)], tower]
+    for change in fewer if config.model.gradient_checkpointing else ():
+        if search.is_new(change) and (estimate := search.fits([change])) is not None:
+            return Proposal(tuple(search.overrides([change])), estimate)
+    return None
+
+
+def _num_at_most(config: RunConfig) -> int:
+    """Count the entries of `_RECOMPUTED` with which no more layers are recomputed than now."""
+    if not config.model.gradient_checkpointing:
+        return 0
+    every = [change["model.recompute_every"] for change in _RECOMPUTED]
+    return sum(int(number) >= config.model.recompute_every for number in every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +127,21 @@ class _Search:
 
     def is_new(self, change: Change) -> bool:
         """Return whether the change differs from the configuration."""
-        for path, value in change.items():
-            found: object = self.values
-            for key in path.split("."):
-                found = found.get(key) if isinstance(found, Mapping) else None
-            if found != value:
-                return True
-        return False
+        return any(self._value(path) != value for path, value in change.items())
+
+    def _value(self, path: str) -> object:
+        found: object = self.values
+        for key in path.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+    def overrides(self, chosen: list[Change]) -> Iterator[str]:
+        """Yield the changes as `key=value`, without values that the configuration already has."""
+        for change in chosen:
+            for key, value in change.items():
+                if self._value(key) != value:
+                    text = str(value).lower() if isinstance(value, bool) else str(value)
+                    yield shlex.quote(f"{key}={text}")
 
     def minimal(self, possible: list[Change], required: list[tuple[Change, ...]]) -> list[Proposal]:
         """Return all minimal sets of changes with which the run fits, the cheapest first.
@@ -104,7 +152,8 @@ class _Search:
         free = [change for change in possible if not any(change in taken for taken in required)]
         # First with all compatible changes together: if that does not fit, no subset fits.
         optimizers = [change for change in free if "training.optimizer" in change]
-        others = [change for change in free if change not in optimizers]
+        # Of several changes of the same keys, the last saves most.
+        others = [*{tuple(one): one for one in free if one not in optimizers}.values()]
         all_of_it = [
             [*others, *optimizer, *taken]
             for optimizer in ((), *((one,) for one in optimizers))
@@ -112,16 +161,20 @@ class _Search:
         ]
         if not any(self.fits(everything) for everything in all_of_it):
             return []
+        ladder = [number for number, one in enumerate(possible) if one in _RECOMPUTED]
         found: dict[tuple[int, ...], Proposal] = {}
         for size in range(len(free) + 1):
             for chosen, taken in product(combinations(free, size), required):
                 numbers = tuple(possible.index(change) for change in (*chosen, *taken))
-                # A set that contains a smaller set that fits is not minimal.
-                if not numbers or any(set(other) <= set(numbers) for other in found):
+                # A set that contains a smaller set that fits is not minimal. Recomputation of more
+                # layers contains that of fewer.
+                rungs = [one for one in ladder if one in numbers]
+                contained = {*numbers, *(one for one in ladder if one <= max(rungs, default=-1))}
+                if not numbers or any(set(other) <= contained for other in found):
                     continue
                 together = [possible[number] for number in numbers]
                 if (estimate := self.fits(together)) is not None:
-                    found[numbers] = Proposal(tuple(_overrides(together)), estimate)
+                    found[numbers] = Proposal(tuple(self.overrides(together)), estimate)
 
         def cost(numbers: tuple[int, ...]) -> int:
             return sum(1 << number for number in numbers)
@@ -155,10 +208,3 @@ class _Search:
 
 def _shards(num_ranks: int) -> Change:
     return {"learner.parallel": "fsdp", "learner.world_size": num_ranks}
-
-
-def _overrides(chosen: list[Change]) -> Iterator[str]:
-    for change in chosen:
-        for key, value in change.items():
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            yield shlex.quote(f"{key}={text}")

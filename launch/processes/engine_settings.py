@@ -46,6 +46,7 @@ def settings_of_run(config: RunConfig, placement: Placement, images: ImageNeeds)
         repeat_guard=config.rollout_matching.repeat_terminate.settings(),
         enable_lora=vllm.enable_lora,
         max_lora_rank=1 if config.model.adapter is None else config.model.adapter.rank,
+        head_dtype=config.model.head_dtype,
     )
 
 

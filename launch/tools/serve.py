@@ -74,6 +74,8 @@ class ServeOptions(Section):
     """Number of devices of the engine."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number type of the weights: the run's model.dtype."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Number type of the logits: the run's model.head_dtype."""
     max_model_len: PositiveInt = 4096
     """Maximum tokens of prompt and response: at least the run's global_max_length."""
     max_num_seqs: PositiveInt = 32
@@ -171,6 +173,7 @@ def settings_of(options: ServeOptions) -> EngineSettings:
         enforce_eager=options.enforce_eager,
         enable_lora=options.enable_lora,
         max_lora_rank=options.max_lora_rank,
+        head_dtype=options.head_dtype,
     )
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -214,6 +215,22 @@ def attend_in_one_call(
     )
     assert isinstance(attended, torch.Tensor), "the log-sum-exp was not requested"
     return attended[None]
+
+
+def use_flash_attention_3(device: torch.device) -> bool:
+    """Let torch's flash kernels in this process be FlashAttention 3, if `device` supports it.
+
+    It needs a GPU of compute capability 9, the package `flash_attn_interface`, and a torch that
+    accepts it. Return whether it is used. Not tested on a GPU.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    # torch 2.11 may lack it.
+    activate = vars(torch.nn.attention).get("activate_flash_attention_impl")
+    if activate is None or find_spec("flash_attn_interface") is None:
+        return False
+    activate("FA3")
+    return True
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.collate import RopeIndex
 from learner.model.adapters import apply_adapter, quantize_layers
@@ -37,11 +39,11 @@ from learner.model.checkpoint_folder import (
     no_chat_template,
     weight_problems,
 )
-from learner.model.packed_rows import prepare_vision_tower
-from learner.model.parts import freeze_parts
+from learner.model.packed_rows import prepare_vision_tower, use_float32_head
+from learner.model.parts import freeze_parts, model_part
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
-from shared.config.model import DataSection
+from shared.config.model import DataSection, ModelSection
 from shared.errors import ConfigError
 from shared.model_families import (
     END_OF_TURN,
@@ -51,6 +53,7 @@ from shared.model_families import (
     TILE_PLACEHOLDERS,
     TILED_MODEL_TYPES,
     VISION_MODEL_TYPES,
+    ModelPart,
     reads_only_text,
 )
 from shared.tokens.fresh import FILE, REMEDY, FreshTokens
@@ -333,6 +336,9 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
             # Without an accelerator, activations are in host memory, which cannot be pinned.
             offload=config.model.activation_offload and torch.accelerator.is_available(),
         )
+        _keep_activations(model, config.model)
+    if config.model.head_dtype == "float32" and config.model.dtype != "float32":
+        use_float32_head(model, path)
     if any(module.p for module in model.modules() if isinstance(module, nn.Dropout)):
         raise ConfigError(_has_dropout(path))
     return LoadedModel(
@@ -342,6 +348,22 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         fresh_tokens=fresh,
     )
+
+
+def _keep_activations(model: PreTrainedModel, section: ModelSection) -> None:
+    """Turn recomputation off in the layers that keep their activations.
+
+    transformers' own `every_n_layers` counts through the vision tower and the language model.
+    """
+    counts: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            stack = name.rpartition(".")[0]
+            is_recomputed = counts[stack] % section.recompute_every == 0
+            if model_part(name) is ModelPart.VISION_TOWER:
+                is_recomputed = is_recomputed and section.recompute_tower
+            module.gradient_checkpointing = is_recomputed
+            counts[stack] += 1
 
 
 def _has_dropout(path: Path) -> str:

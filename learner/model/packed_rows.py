@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -156,6 +158,57 @@ def logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return logits_NV
 
     return logits
+
+
+class Float32Head(nn.Linear):
+    """The head of a model in bfloat16 with logits in float32, like vLLM's `head_dtype: float32`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the logits [..., V] of hidden states [..., D]."""
+        logits: torch.Tensor = _Float32Product.apply(input, self.weight)
+        return logits if self.bias is None else logits + self.bias
+
+
+class _Float32Product(torch.autograd.Function):
+    """A product whose result is not rounded. Its gradients are rounded once, as without it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight_VD)
+        if not hidden.is_cuda:
+            return F.linear(hidden.float(), weight_VD.float())
+        # Without a float32 copy of the weights.
+        flat_ND = hidden.reshape(-1, hidden.shape[-1])
+        logits_NV = torch.mm(flat_ND, weight_VD.t(), out_dtype=torch.float32)
+        return logits_NV.reshape(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight_VD = ctx.saved_tensors
+        gradient = gradient.to(hidden.dtype)
+        of_hidden, of_weight = None, None
+        if ctx.needs_input_grad[0]:
+            of_hidden = gradient @ weight_VD
+        if ctx.needs_input_grad[1]:
+            of_weight = gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+        return of_hidden, of_weight
+
+
+def use_float32_head(model: Any, path: Path) -> None:
+    """Make the head of `model` compute logits in float32 (`model.head_dtype`).
+
+    Raises ConfigError for a head that is not an ordinary linear layer. `path` is its checkpoint.
+    """
+    head = model.lm_head
+    if type(head) is not nn.Linear:
+        raise ConfigError(
+            f"model.head_dtype: float32 needs a linear head, but with this configuration the head"
+            f" of {path} is a {type(head).__name__}, such as an adapter's for new tokens; set it to"
+            " model"
+        )
+    # Exchange the class instead of the attribute `forward`: copies of the model keep it.
+    head.__class__ = Float32Head
 
 
 def check_packed_rows(model: Any, path: str, dtype: str, forward: Forward) -> float:

@@ -10,6 +10,7 @@ are picked, S coord slots, T text tokens, B boxes, C the 1,000 coord bins, V the
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ def _fenced(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         .nan_to_num_(nan=0.0, posinf=_LOGIT_LIMIT, neginf=-_LOGIT_LIMIT)
         .clamp_(-_LOGIT_LIMIT, _LOGIT_LIMIT)
     )
-    return finite.div_(max(temperature, _TEMPERATURE_FLOOR))
+    divisor = max(temperature, _TEMPERATURE_FLOOR)
+    return finite if divisor == 1.0 else finite.div_(divisor)
 
 
 # The whole vocabulary
@@ -89,6 +91,15 @@ class LogitReading(NamedTuple):
     """The mean over the vocabulary of the logits at each position."""
 
 
+class OverVocabulary(NamedTuple):
+    """The values of a `LogitReading` that need passes over the whole vocabulary."""
+
+    log_normalizers_N: tuple[torch.Tensor, ...]
+    mean_N: torch.Tensor | None
+    others_M: torch.Tensor | None
+    """`logsumexp(logits / T)` of the tokens that are not picked."""
+
+
 def read_logits(
     logits_NV: torch.Tensor,
     token_ids_N: torch.Tensor,
@@ -98,6 +109,7 @@ def read_logits(
     picked: PickedTokens | None = None,
     *,
     mean: bool = False,
+    first: list[OverVocabulary] | None = None,
 ) -> LogitReading:
     """Read all values that losses need from logits over the whole vocabulary.
 
@@ -114,9 +126,12 @@ def read_logits(
         normalizers: the softmaxes whose log-normalizers are returned.
         picked: further tokens whose logits are read, or None.
         mean: whether the mean of all logits is read.
+        first: an empty list, to which the call adds a result. A second call with the list and the
+            same arguments, such as a checkpoint's in the backward pass, uses that result instead of
+            reading the vocabulary again.
     """
     tokens_N, coord_PC, picked_MJ, mean_N, *log_normalizers = _ReadLogits.apply(
-        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked, mean
+        logits_NV, token_ids_N, coord_at_P, coord_ids_C, normalizers, picked, mean, first
     )
     return LogitReading(tokens_N, coord_PC, tuple(log_normalizers), picked_MJ, mean_N)
 
@@ -137,10 +152,14 @@ class _ReadLogits(torch.autograd.Function):
         normalizers: tuple[Normalizer, ...],
         picked: PickedTokens | None,
         mean: bool,
+        first: list[OverVocabulary] | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        log_normalizers = tuple(
-            _log_normalizer(logits_NV, normalizer) for normalizer in normalizers
-        )
+        over = first[0] if first else _over_vocabulary(logits_NV, normalizers, picked, mean)
+        if first == []:
+            first.append(over)
+        # Not the tensors of `first`: torch gives the results a graph, which `first` would hold.
+        log_normalizers = tuple(one_N.clone() for one_N in over.log_normalizers_N)
+        mean_N = None if over.mean_N is None else over.mean_N.clone()
         ctx.normalizers = normalizers
         ctx.picked = picked
         ctx.set_materialize_grads(False)
@@ -149,10 +168,10 @@ class _ReadLogits(torch.autograd.Function):
         picked_MJ = None
         others_M1 = None
         if picked is not None:
+            assert over.others_M is not None
             picked_MK = _fenced(logits_NV[picked.at_M[:, None], picked.ids_MK])
-            others_M1 = _logsumexp_(_others(logits_NV, picked))[:, None]
+            others_M1 = over.others_M[:, None]
             picked_MJ = torch.cat([picked_MK, others_M1 * picked.normalizer.divisor], dim=1)
-        mean_N = _fenced(logits_NV).mean(-1) if mean else None
         ctx.save_for_backward(
             *(logits_NV, token_ids_N, coord_at_P, coord_ids_C, others_M1), *log_normalizers
         )
@@ -200,7 +219,25 @@ class _ReadLogits(torch.autograd.Function):
         within_NV = logits_NV <= _LOGIT_LIMIT
         within_NV &= logits_NV >= -_LOGIT_LIMIT
         total_NV.masked_fill_(within_NV.logical_not_(), 0.0)
-        return total_NV.to(logits_NV.dtype), None, None, None, None, None, None
+        return total_NV.to(logits_NV.dtype), None, None, None, None, None, None, None
+
+
+def _over_vocabulary(
+    logits_NV: torch.Tensor,
+    normalizers: tuple[Normalizer, ...],
+    picked: PickedTokens | None,
+    mean: bool,
+) -> OverVocabulary:
+    found: dict[Normalizer, torch.Tensor] = {}
+    for normalizer in normalizers:
+        if normalizer not in found:
+            peers = [one for one in normalizers if one.divisor == normalizer.divisor]
+            found |= zip(peers, _log_normalizers(logits_NV, peers), strict=True)
+    return OverVocabulary(
+        tuple(found[normalizer] for normalizer in normalizers),
+        _fenced(logits_NV).mean(-1) if mean else None,
+        None if picked is None else _logsumexp_(_others(logits_NV, picked)),
+    )
 
 
 def _logits_under(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
@@ -218,8 +255,20 @@ def _others(logits_NV: torch.Tensor, picked: PickedTokens) -> torch.Tensor:
     return scaled_MV.scatter_(1, picked.ids_MK, -2 * _LOGIT_LIMIT / picked.normalizer.divisor)
 
 
-def _log_normalizer(logits_NV: torch.Tensor, normalizer: Normalizer) -> torch.Tensor:
-    return _logsumexp_(_logits_under(logits_NV, normalizer))
+def _log_normalizers(
+    logits_NV: torch.Tensor, normalizers: Sequence[Normalizer]
+) -> Iterator[torch.Tensor]:
+    """Yield the log-normalizers of softmaxes of one temperature, from one pass: [N] each."""
+    scaled_NV = _fenced(logits_NV, normalizers[0].temperature)
+    excluded = sorted({token_id for one in normalizers for token_id in one.excluded_ids})
+    columns = {token_id: scaled_NV[:, token_id].clone() for token_id in excluded}
+    for token_id in excluded:
+        scaled_NV[:, token_id] = -math.inf
+    common_N = _logsumexp_(scaled_NV)
+    for normalizer in normalizers:
+        # Tokens that only others exclude are added; subtracting them would lose precision.
+        added = [columns[one] for one in excluded if one not in normalizer.excluded_ids]
+        yield torch.stack([common_N, *added]).logsumexp(0) if added else common_N
 
 
 def _logsumexp_(scaled_NV: torch.Tensor) -> torch.Tensor:

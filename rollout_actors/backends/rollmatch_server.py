@@ -111,6 +111,8 @@ def serve_arguments(settings: EngineSettings, *, port: int) -> list[str]:
         values["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes
     if settings.enforce_eager:
         values["enforce_eager"] = "true"
+    if settings.head_dtype != "model":
+        values["head_dtype"] = settings.head_dtype
     if settings.enable_lora:
         values |= {"enable_lora": "true", "max_lora_rank": settings.max_lora_rank}
     return [f"{key}={value}" for key, value in values.items()]
@@ -259,6 +261,7 @@ def disagreements(info: messages.ServerInfo, expected: EngineSettings) -> Iterat
         yield f"{kinds}: start it with model={expected.model_path}"
     for name, actual, wanted in (
         ("dtype", info.dtype, expected.dtype),
+        ("head_dtype", info.head_dtype, expected.head_dtype),
         ("transport", info.transport, expected.transport),
     ):
         if actual != wanted:

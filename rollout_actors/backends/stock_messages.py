@@ -70,6 +70,8 @@ class StockInfo(BaseModel):
 
     dtype: str = _setting("model_config", "dtype")
     """Number type of the model's weights, for example `torch.float32`."""
+    overrides: dict[str, object] = _setting("model_config", "hf_overrides", default={})
+    """Settings that replace those of the checkpoint's config.json."""
     max_model_len: int = _setting("model_config", "max_model_len")
     logprobs_mode: str = _setting("model_config", "logprobs_mode")
     multimodal: dict[str, object] | None = _setting("model_config", "multimodal_config")

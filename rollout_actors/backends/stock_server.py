@@ -386,6 +386,11 @@ def disagreements(info: StockInfo, expected: EngineSettings, *, world_size: int)
     dtype = info.dtype.removeprefix("torch.")
     if dtype != expected.dtype:
         yield f"dtype is {dtype}, the run's is {expected.dtype}: {WITH} --dtype {expected.dtype}"
+    head_dtype = info.overrides.get("head_dtype", "model")
+    if head_dtype != expected.head_dtype:
+        wrong = f"its logits have the type {head_dtype}, the run's model.head_dtype is"
+        override = json.dumps({"head_dtype": expected.head_dtype})
+        yield f"{wrong} {expected.head_dtype}: {WITH} --hf-overrides '{override}'"
     if info.logprobs_mode != "processed_logprobs":
         mode = f"{info.logprobs_mode}, before temperature and bans"
         yield f"its log-probabilities are {mode}: {WITH} --logprobs-mode processed_logprobs"

@@ -75,6 +75,8 @@ class EngineSettings:
     """Whether a weight sync may send only a LoRA adapter."""
     max_lora_rank: int = 16
     """Largest rank of such a LoRA adapter."""
+    head_dtype: str = "model"
+    """Number type of the logits: float32, or that of the model (`model`)."""
 
     @property
     def sequences_per_device(self) -> int:
@@ -177,6 +179,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "disable_log_stats": True,
         # In every engine, because a client may set a rule after the start.
         "logits_processors": [GUARD_PROCESSOR],
+        **({} if settings.head_dtype == "model" else {"hf_overrides": {"head_dtype": "float32"}}),
         **lora,
         **of_images,
     }

@@ -251,6 +251,7 @@ class ServerInfo(WireMessage):
     model_type: str
     """Model type in the checkpoint's config.json."""
     dtype: str
+    head_dtype: str = "model"
     max_model_len: int
     max_num_seqs: int
     transport: str

@@ -263,6 +263,7 @@ class RolloutService:
             model=settings.model_path,
             model_type=self.model_type,
             dtype=settings.dtype,
+            head_dtype=settings.head_dtype,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             transport=settings.transport,

@@ -65,13 +65,24 @@ class ModelSection(Section):
     """Local folder of a checkpoint in Hugging Face format, with tokenizer and processor."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number type of all forward passes. With bfloat16 the optimizer has float32 master weights."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Number type of the logits in learner and engines. float32: the logits of a model in bfloat16
+    are not rounded, so both compute more similar log-probabilities. Engines get vLLM's override
+    `head_dtype`; servers are started with the same."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Implementation of the learner's attention. auto: the segments of a packed row are computed
     separately, on GPUs with bfloat16 by one call of a flash kernel, else by one call of sdpa for
-    each segment. sdpa and eager: the implementations of transformers, with a mask over the whole
-    row."""
+    each segment. The flash kernel is torch's own, or FlashAttention 3 if `flash_attn_interface` is
+    installed, on GPUs of compute capability 9 (not run on a GPU). sdpa and eager: the
+    implementations of transformers, with a mask over the whole row."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, takes about a third more time."""
+    recompute_every: PositiveInt = 1
+    """Recompute only every n-th layer; the others keep their activations. With 2, recomputation
+    saves about half as much memory and takes half the additional time. Preflight says which number
+    fits."""
+    recompute_tower: bool = True
+    """Recompute the layers of the vision tower too; false: they keep their activations."""
     activation_offload: bool = False
     """Keep the inputs of recomputed layers in host memory, which saves GPU memory and costs two
     copies. Needs `gradient_checkpointing`; no effect on CPU."""
@@ -79,11 +90,18 @@ class ModelSection(Section):
     """Train a low-rank adapter instead of the weights; null: train the weights."""
 
     @model_validator(mode="after")
-    def _offloads_what_is_recomputed(self) -> ModelSection:
-        if self.activation_offload and not self.gradient_checkpointing:
-            wrong = "true needs model.gradient_checkpointing: true, which is false"
-            remedy = "set model.gradient_checkpointing: true, or this key to false"
-            raise refusal(wrong, remedy, "activation_offload")
+    def _recomputes(self) -> ModelSection:
+        if self.gradient_checkpointing:
+            return self
+        for key, value, without in (
+            ("activation_offload", self.activation_offload, False),
+            ("recompute_every", self.recompute_every, 1),
+            ("recompute_tower", self.recompute_tower, True),
+        ):
+            if value != without:
+                wrong = f"{value} needs model.gradient_checkpointing: true, which is false".lower()
+                remedy = f"set model.gradient_checkpointing: true, or this key to {without}".lower()
+                raise refusal(wrong, remedy, key)
         return self
 
     @property

@@ -44,6 +44,11 @@ def folder(tmp_path_factory):
     [
         pytest.param({}, id="full"),
         pytest.param(HALF | CHECKPOINTING, id="bfloat16, recomputed"),
+        pytest.param(CHECKPOINTING | {"model.recompute_every": 2}, id="every second layer"),
+        pytest.param(
+            HALF | CHECKPOINTING | {"model.head_dtype": "float32", "model.recompute_tower": False},
+            id="float32 head, tower kept",
+        ),
         pytest.param({"model.adapter": LORA, "model.attention": "eager"}, id="lora, eager"),
         pytest.param(FROZEN | {"model.attention": "sdpa"}, id="frozen tower, sdpa"),
     ],

@@ -578,17 +578,22 @@ def test_where_memory_is_too_little_settings_that_fit_are_named(config):
     sizes = RunSizes.of(run, ModelShape.read(Path(run.model.path)))
     needed = learner_estimate(sizes, Device.CUDA, TransportKind.NCCL).total
 
-    def findings(total):
+    def findings(total, run=run):
         sizes = {"memory_of": lambda device: DeviceMemory(device, total)}
         return preflight(run, nodes_of=lambda *_: [GPU], **sizes)
 
     little = findings(int(needed / 0.92) - 2**20)
     assert little.problems == []
     fits = [line for line in little.lines if "fits with" in line]
-    assert fits[0].startswith("memory    fits with model.gradient_checkpointing=true: learner rank")
+    cheapest = "model.gradient_checkpointing=true model.recompute_every=4"
+    assert fits[0].startswith(f"memory    fits with {cheapest}: learner rank")
     assert "global_max_length=2048: " in "".join(fits)
     enough = findings(int(needed / 0.92) + 2**20)
-    assert not any("fits with" in line for line in enough.lines)
+    assert not any("fits" in line for line in enough.lines)
+    recomputed = config(global_max_length=4096, model__gradient_checkpointing=True)
+    (faster,) = [line for line in findings(10**12, recomputed).lines if "fits" in line]
+    expected = "memory    faster, and fits: model.gradient_checkpointing=false: learner rank"
+    assert faster.startswith(expected)
 
 
 SHARDED = "memory    fits with learner.parallel=fsdp learner.world_size=2: "

@@ -266,11 +266,12 @@ def test_a_row_in_float32_has_the_bits_of_the_cpu_and_waits_eight_times_at_most(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dtype", ["model", "float32"])
 def test_in_bfloat16_one_call_of_the_flash_kernel_computes_a_layer_of_a_row(
-    configured: Callable[..., RunConfig],
+    configured: Callable[..., RunConfig], head_dtype: str
 ) -> None:
     policy, _ = CASES["k3"]
-    config = configured(model__dtype="bfloat16")
+    config = configured(model__dtype="bfloat16", model__head_dtype=head_dtype)
     expected = learn(config, policy)
     with emulated_cuda() as cuda:
         found = learn(config, policy, cuda)
@@ -381,6 +382,35 @@ def test_a_run_on_the_device_learns_as_on_the_cpu_and_resumes_to_the_bit(
         assert torch.equal(restored[name], tensor), name
     if exact:
         assert len(in_updates) == 1, "only the norm of the gradient is read"
+
+
+@pytest.mark.slow
+def test_the_next_row_is_prepared_before_the_host_waits_for_a_row(
+    configured: Callable[..., RunConfig],
+) -> None:
+    config = configured(
+        training__packing=False,
+        training__effective_batch_size=4,
+        stage2_ab__schedule__warmup_steps=0,
+        stage2_ab__channel_b__rollouts_per_step=4,
+    )
+    of_rollouts = RunSchedule(config).plan(0)
+    reads: list[int] = []
+    with emulated_cuda() as cuda:
+        learner = Learner(config, ON_DEVICE)
+        answers = half_right(learner, of_rollouts)
+        body = learner.loaded.model.model
+        rope_index = body.get_rope_index
+
+        def collated(*ids: Any, **options: Any) -> Any:
+            reads.append(sum(entry.endswith("copy to the host") for entry in cuda.syncs))
+            return rope_index(*ids, **options)
+
+        body.get_rope_index = collated
+        cuda.reset()
+        learner.accumulate(answers)
+        assert cuda.uploads == []
+    assert reads == [0, 0, 1, 2], "results that were read before a row was collated"
 
 
 @pytest.mark.slow

@@ -269,6 +269,17 @@ def test_a_rollout_of_other_weights_or_another_prompt_ends_the_run(config):
         learner.accumulate([other_prompt])
 
 
+def test_an_error_of_the_next_row_does_not_hide_an_error_of_the_row_before(config):
+    learner = make_learner(config(training__packing=False))
+    first, second, *_ = half_right(learner, RunSchedule(config()).plan(1))
+    first = replace(first, logprobs=(-50.0,) * len(first.response_token_ids))
+    prompt = second.prompt_token_ids
+    second = replace(second, prompt_token_ids=(*prompt[:3], 5, *prompt[4:]))
+    with pytest.raises(RolloutError, match="log-prob") as caught:
+        learner.accumulate([first, second])
+    assert "the prompts differ first at token 3" in str(caught.value.__context__)
+
+
 def test_a_learner_that_is_told_to_stop_leaves_after_its_row_with_the_weights_of_the_last_update(
     config,
 ):

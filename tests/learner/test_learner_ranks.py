@@ -232,10 +232,11 @@ def test_copies_that_drifted_apart_stop_at_the_next_sync(four_ranks, rank_config
         assert "model.language_model.layers.1.mlp.up_proj.weight" in str(error)
 
 
+@pytest.mark.parametrize("head_dtype", ["model", "float32"])
 def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(
-    two_ranks, rank_config, tmp_path
+    two_ranks, rank_config, tmp_path, head_dtype
 ):
-    config = {"model__dtype": "bfloat16"}
+    config = {"model__dtype": "bfloat16", "model__head_dtype": head_dtype}
     alone = rank_jobs.learn(ALONE, None, rank_config(**config), 2, CHUNK)
     ranks = two_ranks.run(rank_jobs.learn, rank_config(**config, **FSDP), 2, CHUNK // 2)
     for one, several in zip(merged([alone]), merged(ranks), strict=True):

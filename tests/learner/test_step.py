@@ -228,6 +228,31 @@ def test_prefix_coord_tokens_can_be_supervised_without_supervising_prefix_text_t
     assert learned & tail == tail - descs
 
 
+def test_a_row_with_pixels_in_bfloat16_has_the_bits_of_one_whose_model_rounds_them(
+    parts, demo_checkpoint, demo_data, tmp_path
+):
+    config = configuration(demo_checkpoint, demo_data, tmp_path, model__dtype="bfloat16")
+    loaded = load_model(config, torch.device("cpu"))
+    weights = text_weights(config.rollout_matching.pipeline, Channel.A)
+    objectives = build_objectives(config.rollout_matching.pipeline, Channel.A, loaded.coord_ids_C)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded.model.zero_grad(set_to_none=True)
+        row = collate(
+            parts[2][Channel.A],
+            text_weights=weights,
+            rope_index=loaded.rope_index,
+            pixel_dtype=dtype,
+        )
+        assert row.inputs.pixel_values.dtype is dtype
+        loss = train_row(loaded.model, row, objectives, Normalizer()).loss
+        found[dtype] = loss, gradients_of(loaded.model)
+    (loss, gradients), (rounded_loss, rounded) = found.values()
+    assert rounded_loss == loss != 0
+    for name, gradient in gradients.items():
+        assert torch.equal(rounded[name], gradient), name
+
+
 class _Given:
     """A model with the hidden states it is given."""
 

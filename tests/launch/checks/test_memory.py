@@ -297,6 +297,28 @@ def test_the_sender_of_shards_gathers_a_tensor_beside_its_buckets_and_no_layers_
     assert shards[BUCKETS] - whole[BUCKETS] == 4 * 10**8 - shards[GATHERED] + less_row
 
 
+def test_layers_that_are_not_recomputed_keep_all_that_their_backward_needs(learner_parts):
+    """Of three layers in the tower and in the language model."""
+    text, images = "activations of a row of 512 tokens", "activations of its images"
+    recomputed = {"model__gradient_checkpointing": True}
+    none, every, second, fourth, of_text = (
+        learner_parts(**changes)
+        for changes in (
+            {},
+            recomputed,
+            {**recomputed, "model__recompute_every": 2},
+            {**recomputed, "model__recompute_every": 4},
+            {**recomputed, "model__recompute_tower": False},
+        )
+    )
+    for name in (text, images):
+        saved_by_a_layer = (none[name] - every[name]) // 3
+        assert saved_by_a_layer > 0
+        assert none[name] - second[name] == 2 * saved_by_a_layer
+        assert none[name] - fourth[name] == saved_by_a_layer
+    assert (of_text[text], of_text[images]) == (every[text], none[images])
+
+
 def test_what_weights_and_optimizer_leave_too_little_room_beside_is_refused_and_not_tried(config):
     """Qwen3-VL-4B with float32 masters, rows of 12,000 tokens: 74.5 GiB are exact, and 7.9 GiB are
     estimated, by a quarter too much at the most."""
@@ -413,15 +435,17 @@ def test_an_engine_that_sleeps_keeps_what_cuda_takes_and_both_have_a_bucket_whil
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_logit", "with_top"), [("bfloat16", 9, 12), ("float32", 10, 16)]
+    ("dtype", "head_dtype", "of_logit", "with_top"),
+    [("bfloat16", "model", 9, 12), ("bfloat16", "float32", 10, 16), ("float32", "model", 10, 16)],
 )
 def test_the_top_of_a_reference_takes_the_logits_of_its_tokens_once_more(
-    demo_lm, tmp_path, dtype, of_logit, with_top
+    demo_lm, tmp_path, dtype, head_dtype, of_logit, with_top
 ):
+    of_model = {"model__dtype": dtype, "model__head_dtype": head_dtype}
     shape = replace(ModelShape.read(demo_lm), vocabulary=10**6)
 
     def row_bytes(reference):
-        run = trajectory_config(demo_lm, tmp_path, reference=reference, model__dtype=dtype)
+        run = trajectory_config(demo_lm, tmp_path, reference=reference, **of_model)
         parts = learner_estimate(RunSizes.of(run, shape)).parts
         return parts["temporary tensors of a backward"], run
 

@@ -1,5 +1,6 @@
 """Settings that preflight proposes where a run does not fit, on the sizes of Qwen3-VL-4B."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from config_support import configuration
 from launch.checks.learner_memory import host_estimate, learner_estimate
 from launch.checks.memory import DeviceMemory, Needs
 from launch.checks.model_shape import ModelShape, RunSizes, VisionShape
-from launch.checks.proposals import proposals
+from launch.checks.proposals import less_recomputation, proposals
 from shared.weight_sync.transports import Device, TransportKind
 
 pytestmark = pytest.mark.slow
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 GIB = 2**30
 COST = (
     "model.gradient_checkpointing",
+    "model.recompute_every",
     "model.activation_offload",
     "model.attention",
     "training.optimizer",
@@ -76,7 +78,7 @@ def estimate(run, shape):
     return learner_estimate(RunSizes.of(run, shape), Device.CUDA, TransportKind.NCCL)
 
 
-def proposed(run, shape, size, idle_gpus=0):
+def fits_on(shape, size):
     card = DeviceMemory(Device.CUDA, size)
 
     def fitting(changed):
@@ -84,6 +86,11 @@ def proposed(run, shape, size, idle_gpus=0):
         needs = Needs(found, changed.learner.world_size)
         return None if card.problems(needs) or card.warnings(needs) else found
 
+    return fitting
+
+
+def proposed(run, shape, size, idle_gpus=0):
+    fitting = fits_on(shape, size)
     assert fitting(run) is None
     return proposals(run, fitting, idle_gpus=idle_gpus)
 
@@ -103,6 +110,42 @@ def test_an_adapter_of_4b_is_trained_on_24_gib_with_keys_that_preflight_names(co
     found = proposed(config(model__adapter={"kind": "lora"}), qwen, 24 * GIB)
     assert found[0].overrides == ("model.gradient_checkpointing=true",)
     assert found[0].estimate.total == pytest.approx(14.4 * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize(("every", "stronger"), [(4, None), (2, 4), (1, 2)])
+def test_as_few_layers_are_recomputed_as_suffice(config, qwen, every, stronger):
+    """On a GPU that just holds the run so, and not with the next fewer layers."""
+    run = config(model__gradient_checkpointing=True, model__recompute_every=every)
+    size = math.ceil(estimate(run, qwen).total / 0.92)
+    expected = ("model.gradient_checkpointing=true", f"model.recompute_every={every}")
+    found = proposed(config(), qwen, size)
+    assert found[0].overrides == (expected if every > 1 else expected[:1])
+    if stronger is not None:
+        weaker = config(model__gradient_checkpointing=True, model__recompute_every=stronger)
+        found = proposed(weaker, qwen, size)
+        assert found[0].overrides == expected[1:], "without the key that is set already"
+
+
+@pytest.mark.parametrize(
+    ("same_as", "overrides"),
+    [
+        ({}, ("model.gradient_checkpointing=false",)),
+        ({"model__recompute_every": 4}, ("model.recompute_every=4",)),
+        ({"model__recompute_every": 2}, ("model.recompute_every=2",)),
+        ({"model__recompute_tower": False}, ("model.recompute_tower=false",)),
+        (None, None),
+    ],
+)
+def test_a_run_that_recomputes_more_than_its_memory_demands_is_told_what_fits(
+    config, qwen, same_as, overrides
+):
+    recomputed = {"model__gradient_checkpointing": True}
+    run = config(**recomputed)
+    as_large_as = config(**(recomputed if same_as != {} else {}) | (same_as or {}))
+    size = math.ceil(estimate(as_large_as, qwen).total / 0.92)
+    found = less_recomputation(run, fits_on(qwen, size))
+    assert (found and found.overrides) == overrides
+    assert less_recomputation(config(), fits_on(qwen, 10**12)) is None
 
 
 def test_cheaper_keys_come_first_none_is_needless_and_contradictions_are_left_out(config, qwen):

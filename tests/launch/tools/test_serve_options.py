@@ -107,10 +107,11 @@ OF_ADAPTERS = {
     "max_lora_rank": 8,
     "tensor_parallel_size": 2,
 }
+OF_HEAD = {"head_dtype": "float32"}
 OF_IMAGES = {"max_images_per_prompt": 3, "max_pixels": 9216}
 
 
-@pytest.mark.parametrize("changes", [{}, ON_CPU, OF_ADAPTERS, OF_IMAGES])
+@pytest.mark.parametrize("changes", [{}, ON_CPU, OF_ADAPTERS, OF_IMAGES, OF_HEAD])
 def test_the_command_that_a_client_names_starts_the_engine_that_its_run_expects(
     model: Path, changes: dict[str, Any]
 ) -> None:

@@ -28,6 +28,7 @@ from learner.model.attention import (
     packed_row,
     segment_attention,
     segments_or_mask,
+    use_flash_attention_3,
 )
 from learner.model.packed_rows import prepare_vision_tower
 from learner.segments import EncodedPrompt, Segment
@@ -237,6 +238,44 @@ def varlen_of_torch_2_11(
     """Refuses heads of different numbers."""
     of_segments = (cu_seq_q, cu_seq_k, max_q, max_k)
     return varlen_attn(query, key, value, *of_segments, scale=scale, window_size=window_size)
+
+
+H100 = (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "has_package", "has_torch", "activated"),
+    [
+        (CUDA, H100, True, True, ["FA3"]),
+        (CUDA, H100, False, True, []),
+        (CUDA, H100, True, False, []),
+        (CUDA, (8, 0), True, True, []),
+        (CUDA, (10, 0), True, True, []),
+        (HOST, H100, True, True, []),
+    ],
+)
+def test_flash_attention_3_is_used_where_gpu_package_and_torch_have_it(
+    device: torch.device,
+    capability: tuple[int, int],
+    has_package: bool,
+    has_torch: bool,
+    activated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    package = lambda name: (has_package and name == "flash_attn_interface") or None  # noqa: E731
+    monkeypatch.setattr(learner.model.attention, "find_spec", package)
+    # Raises if the installed torch has no such function.
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.append)
+    if not has_torch:
+        monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    assert use_flash_attention_3(device) is bool(activated)
+    assert found == activated
+
+
+def test_torch_knows_the_name_of_flash_attention_3() -> None:
+    assert "FA3" in torch.nn.attention.list_flash_attention_impls()
 
 
 @pytest.mark.parametrize("varlen", [varlen_attn, varlen_of_torch_2_11])

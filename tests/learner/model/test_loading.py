@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from learner_support import finish_step, make_learner
 from text_families import make_text_model
 from tiny_qwen import make_stock_model
 
+from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.model.loading import load_model, load_tokens
 from learner.model.optimizer import MasterWeights
+from learner.model.packed_rows import Float32Head
 from learner.segments import PromptEncoder
 from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.dataset import load_dataset
@@ -77,6 +80,75 @@ def test_recomputed_activations_change_no_bit_though_parts_are_frozen(config):
     assert kept_losses == recomputed_losses
     pairs = zip(kept.loaded.model.parameters(), recomputed.loaded.model.parameters(), strict=True)
     assert all(torch.equal(mine, other) for mine, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_tower", "of_text"),
+    [
+        ({}, [0, 1, 2], [0, 1, 2]),
+        ({"model__recompute_every": 2}, [0, 2], [0, 2]),
+        ({"model__recompute_every": 4, "model__recompute_tower": False}, [], [0]),
+    ],
+)
+def test_only_the_chosen_layers_are_computed_twice_and_no_bit_changes(
+    config, changes, of_tower, of_text
+):
+    _, kept_losses = losses(config(), 1)
+    settings = config(model__gradient_checkpointing=True, **changes)
+    learner = make_learner(settings)
+    model = learner.loaded.model.model
+    calls = Counter()
+    for name, stack in (("tower", model.visual.blocks), ("text", model.language_model.layers)):
+        for number, layer in enumerate(stack):
+            layer.register_forward_pre_hook(lambda *_, at=(name, number): calls.update([at]))
+    learner.next_requests(RunSchedule(settings).plan(0))
+    report = finish_step(learner)
+    assert [report.metrics["loss/total"]] == kept_losses
+    num_rows = report.metrics["packing/num_rows"]
+    twice = [at for at, number in sorted(calls.items()) if number == 2 * num_rows]
+    expected = [("text", at) for at in of_text] + [("tower", at) for at in of_tower]
+    assert twice == expected
+    once = set(calls) - set(twice)
+    assert len(calls) == 6 and all(calls[at] == num_rows for at in once)
+
+
+def test_a_float32_head_rounds_no_logit_and_its_gradients_once(config):
+    model = load_model(config(model__dtype="bfloat16"), torch.device("cpu")).model
+    wide = config(model__dtype="bfloat16", model__head_dtype="float32")
+    ours = load_model(wide, torch.device("cpu")).model.lm_head
+    draw = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(7, ours.in_features, generator=draw).bfloat16()
+    given, exact, rounded = hidden_TD.clone(), hidden_TD.double(), hidden_TD.clone()
+    for one in (given, exact, rounded):
+        one.requires_grad_()
+    weight_VD = ours.weight.detach().double().requires_grad_()
+    logits_TV = ours(given)
+    exact_TV = exact @ weight_VD.t()
+    assert logits_TV.dtype is torch.float32
+    torch.testing.assert_close(logits_TV.double(), exact_TV, atol=1e-5, rtol=1e-5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(model.lm_head(rounded).double(), exact_TV, atol=1e-3, rtol=1e-3)
+    towards_TV = torch.randn(logits_TV.shape, generator=draw).bfloat16()
+    (logits_TV * towards_TV).sum().backward()
+    (exact_TV * towards_TV).sum().backward()
+    for mine, expected in ((given.grad, exact.grad), (ours.weight.grad, weight_VD.grad)):
+        assert mine.dtype is torch.bfloat16
+        size = expected.abs().max().item()
+        torch.testing.assert_close(mine.double(), expected, atol=2**-7 * size, rtol=2**-7)
+
+
+def test_a_head_whose_new_tokens_an_adapter_trains_cannot_be_in_float32(config, tmp_path):
+    stock = make_stock_model(tmp_path / "stock", "qwen3_vl")
+    make_coord_model(AddOptions(model=stock, out=tmp_path / "model"))
+    wide = {
+        "model__path": str(tmp_path / "model"),
+        "model__dtype": "bfloat16",
+        "model__head_dtype": "float32",
+    }
+    assert type(load_model(config(**wide), torch.device("cpu")).model.lm_head) is Float32Head
+    adapter = {"model__adapter": {"kind": "lora", "rank": 2}}
+    with pytest.raises(ConfigError, match=r"^model\.head_dtype: float32 needs a linear head"):
+        load_model(config(**wide, **adapter), torch.device("cpu"))
 
 
 def test_inputs_of_layers_that_wait_in_host_memory_change_no_bit(config, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from slow_losses import ciou_parts
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.objectives import coord_math
 from learner.objectives.coord_math import Normalizer
@@ -148,6 +149,61 @@ def test_the_gradient_of_a_reading_is_that_of_autograd(logits):
         pairs = zip(weights, values, strict=True)
         sum((weight.to(dtype) * value).sum() for weight, value in pairs).backward()
     torch.testing.assert_close(ours.grad.double(), slow.grad, atol=1e-5, rtol=1e-5)
+
+
+class Exponentials(TorchDispatchMode):
+    """Counts the exponentials of whole vocabularies."""
+
+    def __init__(self):
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func is torch.ops.aten.exp_.default and args[0].shape[-1] == VOCABULARY
+        return func(*args, **(kwargs or {}))
+
+
+def test_softmaxes_of_one_temperature_share_a_pass_over_the_vocabulary(logits):
+    likely = logits.clone()
+    likely[0, 3], likely[1, 3] = 9e3, 40.0  # excluded tokens that are nearly certain
+    tokens = torch.zeros(4, dtype=torch.long)
+    normalizers = (Normalizer(), Normalizer(0.5), Normalizer(1.0, (0, 3)), Normalizer(0.5, (7,)))
+    with Exponentials() as passes:
+        reading = coord_math.read_logits(likely, tokens, torch.arange(0), COORD_IDS, normalizers)
+    assert passes.num == 2
+    for normalizer, found_N in zip(normalizers, reading.log_normalizers_N, strict=True):
+        exact_NV = likely.double() / normalizer.temperature
+        exact_NV[:, list(normalizer.excluded_ids)] = -math.inf
+        torch.testing.assert_close(found_N.double(), exact_NV.logsumexp(-1), atol=1e-5, rtol=1e-6)
+
+
+def test_a_second_reading_of_the_same_logits_repeats_no_pass_and_has_the_same_bits(logits):
+    tokens, at = torch.tensor([9, 1009, 0, 600]), torch.tensor([1, 3])
+    picked = coord_math.PickedTokens(at, torch.tensor([[8, 9], [600, 2]]), Normalizer(0.7))
+    first = []
+
+    def read():
+        ours = logits.clone().requires_grad_(True)
+        reading = coord_math.read_logits(
+            ours, tokens, at, COORD_IDS, (Normalizer(),), picked, mean=True, first=first
+        )
+        values = [
+            *(reading.token_logits_N, reading.coord_logits_PC, *reading.log_normalizers_N),
+            *(reading.picked_logits_MJ, reading.mean_logits_N),
+        ]
+        return ours, values
+
+    with Exponentials() as passes:
+        ours, values = read()
+        assert passes.num == 2, "of the normalizer, and of the tokens that are not picked"
+        ours_again, values_again = read()
+        assert passes.num == 2
+    for value, value_again in zip(values, values_again, strict=True):
+        assert torch.equal(value, value_again)
+    for of_reading in (values, values_again):
+        sum(value.square().sum() for value in of_reading).backward()
+    assert torch.equal(ours.grad, ours_again.grad)
+    assert not any(one.requires_grad for one in (*first[0].log_normalizers_N, first[0].mean_N))
 
 
 def test_a_bfloat16_gradient_is_rounded_once():

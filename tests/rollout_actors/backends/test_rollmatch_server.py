@@ -90,6 +90,7 @@ class TestStart:
         run.expected = make_settings(
             tmp_path / "other",
             dtype="bfloat16",
+            head_dtype="float32",
             max_model_len=128,
             max_num_seqs=9,
             max_images_per_prompt=2,
@@ -104,6 +105,7 @@ class TestStart:
         for part in (
             "model_type is qwen3_vl",
             "dtype is float32, the run's is bfloat16: start the server with dtype=bfloat16",
+            "head_dtype is model, the run's is float32: start the server with head_dtype=float32",
             "max_model_len is 64, the run needs 128",
             "max_num_seqs is 8, the run needs 9",
             "max_images_per_prompt is 1",

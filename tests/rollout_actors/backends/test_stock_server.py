@@ -102,6 +102,10 @@ class TestStart:
             ({"model_config.dtype": "torch.bfloat16"}, "--dtype float32"),
             ({"model_config.max_model_len": 32}, "--max-model-len 64"),
             ({"model_config.logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+            (
+                {"model_config.hf_overrides": {"head_dtype": "float32"}},
+                r"--hf-overrides '\{\"head_dtype\": \"model\"\}'",
+            ),
             ({"model_config.multimodal_config": None}, "--limit-mm-per-prompt"),
             ({"scheduler_config.max_num_seqs": 4}, "--max-num-seqs 8"),
             ({"parallel_config.data_parallel_size": 2}, "--data-parallel-size 1"),
@@ -386,7 +390,7 @@ def test_the_page_shows_the_command_of_a_gpu_and_that_of_a_cpu():
 
 def test_the_documentation_names_every_argument_and_variable_of_the_command(expected):
     text = DOC.read_text()
-    full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1)
+    full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1, head_dtype="float32")
     for settings in (full, replace(full, device=Device.CUDA)):
         flags = [part for part in stock_arguments(settings) if part.startswith("--")]
         assert [one for one in (*flags, *stock_environment(settings)) if one not in text] == []
@@ -418,7 +422,9 @@ def test_requests_and_engine_are_those_of_an_engine_of_this_machine(expected):
         as_read.output_kind = RequestOutputKind.FINAL_ONLY
         assert repr(as_read) == repr(params)
 
-    full = replace(expected, repeat_guard=GUARD, kv_cache_memory_bytes=1 << 20)
+    full = replace(
+        expected, repeat_guard=GUARD, kv_cache_memory_bytes=1 << 20, head_dtype="float32"
+    )
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     server_flag, *engine_flags = stock_arguments(full)
     assert server_flag == "--enable-scale-out"

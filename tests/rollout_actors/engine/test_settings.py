@@ -13,6 +13,7 @@ import pytest
 from config_support import trajectory_config
 from engine_support import noise_image, small_settings
 from tiny_qwen import make_stock_model
+from transformers import PreTrainedConfig
 
 from launch.checks.data import ImageNeeds
 from launch.processes.engine_settings import settings_of_run
@@ -48,6 +49,24 @@ def test_an_adapter_takes_the_room_of_the_next_rank_that_vllm_knows(rank: int, r
     assert expected.items() <= arguments.items()
     without = engine_arguments(settings_of(max_lora_rank=rank))
     assert {name: arguments[name] for name in arguments.keys() - without} == expected
+
+
+def test_vllm_is_told_to_compute_logits_in_float32_by_the_override_that_it_knows() -> None:
+    assert "hf_overrides" not in engine_arguments(settings_of())
+    arguments = engine_arguments(settings_of(dtype="bfloat16", head_dtype="float32"))
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+
+
+@pytest.mark.engine
+def test_vllm_reads_the_type_of_logits_from_the_override() -> None:
+    import torch
+    from vllm.config.model import _get_head_dtype
+
+    overrides = {"head_dtype": "float32"}
+    for given, expected in ((overrides, torch.float32), ({}, torch.bfloat16)):
+        config = PreTrainedConfig(**given)
+        found = _get_head_dtype(config=config, dtype=torch.bfloat16, runner_type="generate")
+        assert found is expected
 
 
 @pytest.mark.parametrize(("cache_bytes", "demanded"), [(None, 0.45), (1 << 30, 0.01)])
