@@ -28,7 +28,7 @@ from launch.checks.data import (
     of_length,
     with_num_steps,
 )
-from launch.checks.host import path_problems, version_problems, vllm_import
+from launch.checks.host import hidden, path_problems, version_problems, vllm_import
 from launch.checks.hub import fetched_model
 from launch.checks.learner_memory import LOADED, host_estimate, learner_estimate
 from launch.checks.memory import (
@@ -43,7 +43,6 @@ from launch.checks.memory import (
 )
 from launch.checks.model_shape import ModelShape, RunSizes, is_linear
 from launch.checks.proposals import less_recomputation, proposals
-from launch.checks.servers import ask_servers, port_problems, teacher_problems
 from launch.checks.weights import weight_warnings
 from launch.cli import (
     CONF,
@@ -62,9 +61,7 @@ from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
 from launch.tools.demo.once import make_missing_demo_files, untrained_model
 from learner.host_memory import in_gib
-from learner.model.adapters import NO_BITSANDBYTES
 from learner.model.checkpoint_folder import checkpoint_problems
-from learner.model.loading import load_tokens
 from learner.model.parts import model_part, target_problem
 from rollout_actors.engine.settings import family_problems
 from rollout_actors.server.lease import run_name
@@ -172,13 +169,19 @@ def preflight(
     report.collect(missing_packages(config.telemetry.loggers))
     report.collect(_optimizer_problems(config.training))
     report.collect(path_problems(config))
-    report.collect(port_problems(rollouts.servers.servers if rollouts.servers else ()))
+    if rollouts.servers is not None:
+        from launch.checks.servers import port_problems
+
+        report.collect(port_problems(rollouts.servers.servers))
 
     shape = None
     folder = Path(config.model.path)
     if missing := checkpoint_problems(folder):
         report.problems += missing
     else:
+        # transformers imports it, and with it pandas, for a kind of generation that nothing uses.
+        with hidden("sklearn"):
+            import transformers.generation.candidate_generator  # noqa: F401
         report.facts = _check_data(config, report)
         shape = report.attempt(lambda: _shape(folder, rollouts, report.lines))
     report.attempt(lambda: _require_objectives(rollouts.pipeline))
@@ -186,6 +189,8 @@ def preflight(
         report.collect(_adapter_problems(config.model, config.adapted_parts, shape))
         report.collect(position_problems(config.model, rollouts, config.global_max_length))
         if config.environment is not None and (teacher := config.environment.teacher) is not None:
+            from launch.checks.servers import teacher_problems
+
             of_run = (config.model.path, config.global_max_length)
             report.collect(teacher_problems(teacher, *of_run, waits=waits_for_servers))
 
@@ -203,6 +208,8 @@ def preflight(
             expected = settings_of_run(config, placement, images)
 
     if (servers := rollouts.servers) is not None:
+        from launch.checks.servers import ask_servers
+
         run = run_name(config.telemetry.run_dir)
         answers = report.attempt(lambda: ask_servers(servers, run, expected))
         if answers is not None:
@@ -230,6 +237,8 @@ def _shape(folder: Path, rollouts: RolloutMatchingSection, lines: list[str]) -> 
 
 
 def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
+    from learner.model.loading import load_tokens  # takes seconds
+
     if config.algorithm.uses_environment:
         facts = report.attempt(lambda: check_data(config))
         report.lines += () if facts is None else facts.describe()
@@ -262,6 +271,7 @@ def _learnable(
         require_train_lengths,
     )
     from learner.held_out import HeldOut
+    from learner.model.loading import load_tokens
     from learner.segments import PromptEncoder
 
     tokens = load_tokens(config)
@@ -330,6 +340,8 @@ def _adapter_problems(
     if problem := target_problem(adapter.target_modules, layers, model.path):
         yield problem
     if adapter.quantize is not None and find_spec("bitsandbytes") is None:
+        from learner.model.adapters import NO_BITSANDBYTES
+
         yield NO_BITSANDBYTES
     ranks = [smaller_sides[name] for name in adapter.target_modules if name in smaller_sides]
     if ranks and adapter.rank > max(ranks):

@@ -8,6 +8,7 @@ report it (spec: training-time counters).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,6 +17,12 @@ from statistics import pstdev
 from shared.config.pipeline import Channel
 from shared.grounding.objects import DropReason
 from shared.run_files import Span
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN if there are no values."""
+    # `fsum` rounds once, at the end, so the order of the values does not matter.
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 class Reduction(StrEnum):

@@ -1,7 +1,11 @@
-"""Loads an environment for a command; errors name the command's key and the failing line."""
+"""Loads an environment for a command, and checks the environment of a run.
+
+Errors name the command's key and the failing line.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sysconfig
 import traceback
@@ -10,10 +14,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.checks.data import DataFacts, ImageNeeds
+from learner.model.checkpoint_folder import checkpoint_problems, no_chat_template
+from rollout_actors.engine.settings import is_text_model, model_type
+from rollout_actors.environments.chat.tools import chat_templates, has_own_parser
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.loading import find_environment, make_environment
+from rollout_actors.environments.training.child_processes import processes_of
+from rollout_actors.environments.training.runner import (
+    asks_by_chat,
+    count_examples,
+    has_tools,
+    require_no_tools,
+)
+from shared.config import RunConfig
+from shared.config.algorithm import EnvironmentSection
 from shared.config.secrets import masked_keys, redacted
 from shared.errors import ConfigError, RecordError
+from shared.model_families import VISION_MODEL_TYPES
 
 _LOGGER = logging.getLogger(__name__)
 _ROOT = Path(__file__).parents[2]
@@ -37,6 +55,13 @@ class EnvironmentKeys:
     """Further advice, added to the error if the environment's code fails."""
     again: str = "give it again"
     """The remedy if a secret argument is missing, because secrets are not saved in files."""
+
+
+ENVIRONMENT_KEYS = EnvironmentKeys(
+    "environment.id",
+    "environment.args",
+    again="give it again, as 'environment.args.KEY=${oc.env:NAME}' from an environment variable",
+)
 
 
 def loaded_environment(name: str, args: Mapping[str, object], keys: EnvironmentKeys) -> Environment:
@@ -93,3 +118,69 @@ def _describe(error: BaseException) -> str:
         status = "" if error.code is None else repr(error.code)
         text = f"RuntimeError: {caller} called exit({status})"
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
+
+
+def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
+    """Load the environment in this process, as its actors will do, check it, and close it.
+
+    Raises:
+        ConfigError: no such environment, wrong arguments, no data, no parser of its tool calls,
+            settings or a checkpoint that do not suit it, or any error of the environment's code.
+    """
+    if problems := checkpoint_problems(Path(config.model.path)):
+        raise ConfigError(problems)
+    num_images = section.max_images_per_prompt
+    if num_images and is_text_model(config.model.path):
+        kind = model_type(config.model.path)
+        raise ConfigError(
+            f"environment.max_images_per_prompt: {config.model.path} is a {kind} model, which reads"
+            " no images; set it to 0, or choose a model type that reads them"
+            f" ({', '.join(VISION_MODEL_TYPES)})"
+        )
+    with processes_of(section.id):
+        environment = loaded_environment(section.id, section.args, ENVIRONMENT_KEYS)
+        checkpoint = Path(config.model.path)
+        try:
+            if section.system_prompt is not None:
+                with environment_errors(section.id, ENVIRONMENT_KEYS, "environment.system_prompt"):
+                    environment.add_system_prompt(section.system_prompt)
+            if section.tool_call_parser is None and not has_own_parser(checkpoint):
+                try:
+                    require_no_tools(environment)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from error
+            with environment_errors(section.id, ENVIRONMENT_KEYS, ENVIRONMENT_KEYS.name):
+                examples = count_examples(environment, section.num_eval_examples)
+            warning = _check_template(environment, checkpoint)
+        finally:
+            asyncio.run(environment.aclose())  # only the actors should hold its resources
+    if config.has_held_out and not examples.held_out:
+        raise ConfigError(
+            f"environment.num_eval_examples: {section.id} has no separate rows for evaluation;"
+            " give it an eval_dataset, or set the key to 0 for a run without held-out reports"
+        )
+    num_ranks = config.learner.world_size
+    if examples.scores_at_once and num_ranks > 1 and config.rollout_matching.in_learner:
+        raise ConfigError(
+            f"learner.world_size: is {num_ranks}, so each rank has its own environment, but"
+            f" {section.id} scores a step's rollouts at once (score_rollouts); set it to 1, or use"
+            " one environment process with rollout actors (rollout_matching.vllm.mode=actors)"
+        )
+    return DataFacts(ImageNeeds(num_images), examples=examples, warning=warning)
+
+
+def _check_template(environment: Environment, checkpoint: Path) -> str | None:
+    """Return a warning if the chat template does not show the environment's tools.
+
+    Raises ConfigError if the environment needs a chat template and the checkpoint has none.
+    """
+    templates = chat_templates(checkpoint)
+    if not templates and asks_by_chat(environment):
+        raise ConfigError(no_chat_template(checkpoint))
+    if not has_tools(environment) or any("tools" in template for template in templates):
+        return None
+    return (
+        f"{environment.name} has tools, but the chat template of {checkpoint} does not show them,"
+        " so the model cannot know them; choose a checkpoint whose template writes `tools`"
+        " (`rollmatch demo language-model --tools` makes one)"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import site
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from launch.checks.model_shape import BYTES, ModelShape
+from learner.data import kept
 from learner.host_memory import in_gib
 from rollout_actors.engine.vllm_import import REMEDY, require_installed
 from shared.config import RunConfig
@@ -212,6 +214,8 @@ def vllm_import(
 
     The block gets a function that waits for the import, and yields a problem if it failed.
     Only this node's installation is tried, for at most `limit_s` seconds (`timeouts.start_s`).
+    A success is kept in the user's cache, because the import takes seconds: it is tried again after
+    a change of the installed packages, of the GPU driver or of a variable that decides the import.
     """
     if not rollouts.starts_engines or find_spec("vllm") is None:
         yield lambda: iter(())
@@ -219,6 +223,11 @@ def vllm_import(
     module = "rollout_actors.engine.vllm_engine"
     if rollouts.vllm.mode == "colocate":
         module = "rollout_actors.backends.colocated_llm"
+    kept_at = kept.kept_file(Path(sys.prefix) / module, "imports")
+    state = _import_state()
+    if kept.read(kept_at, state) is not None:
+        yield lambda: iter(())
+        return
     process = subprocess.Popen(
         [sys.executable, "-c", f"import {module}"],
         stdin=subprocess.DEVNULL,
@@ -239,12 +248,44 @@ def vllm_import(
         if process.returncode:
             lines = printed.strip().splitlines() or [f"exit status {process.returncode}"]
             yield f"installation: vLLM cannot be imported ({lines[-1]}); {REMEDY}"
+            return
+        kept.keep(kept_at, state, {}, None, lost="imports vLLM")
 
     try:
         yield problems
     finally:
         process.kill()
         process.communicate()
+
+
+def _import_state() -> str:
+    """Return a digest of what decides whether this machine can import an installed package."""
+    variables = ("CUDA_", "LD_", "PYTHON", "VLLM_")
+    driver = Path("/proc/driver/nvidia/version")
+    return kept.digest_of(
+        sys.version,
+        sorted(item for item in os.environ.items() if item[0].startswith(variables)),
+        driver.read_text() if driver.is_file() else None,
+        # An installation changes the time of the packages' folders.
+        sorted(
+            (entry.path, entry.stat().st_mtime_ns)
+            for folder in site.getsitepackages()
+            for entry in os.scandir(folder)
+        ),
+    )
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Let the imports in the `with` block not find a package, unless it is already imported."""
+    is_hidden = package not in sys.modules
+    if is_hidden:
+        sys.modules[package] = None  # type: ignore[assignment]  # cannot be imported
+    try:
+        yield
+    finally:
+        if is_hidden:
+            del sys.modules[package]
 
 
 def require_vllm(rollouts: RolloutMatchingSection, transport: TransportKind | None = None) -> None:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from launch.checks.memory import BUCKETS, CONTEXT, CUDA_CONTEXT, REFERENCE, Estimate, bucket_bytes
 from launch.checks.model_shape import RunSizes
-from learner.step import LOGIT_CHUNK
 from shared.config.pipeline import Channel, CoordRegEntry
 from shared.model_families import ModelPart
 from shared.tokens.vocabulary import NUM_BINS
@@ -307,6 +306,8 @@ def _logit_bytes(run: RunSizes, device: Device) -> int:
 
     They exist in the backward.
     """
+    from learner.step import LOGIT_CHUNK  # takes seconds
+
     size = run.size
     # The logits and their float32 gradient with two masks, or with one mask and the gradient in
     # the dtype of the logits (benchmarks/logit_memory.py).

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from launch.checks.model_shape import read_headers, weight_files
 from learner.model.checkpoint_folder import listed
-from learner.model.loading import load_complete
 from shared.errors import ConfigError
 from shared.model_families import find_part
 
@@ -29,6 +28,8 @@ def weight_warnings(
         ConfigError: the errors of `load_complete`, or tensors of an unknown model type. With
             `for_engines`, also tensors that vLLM refuses, or a missing embedding.
     """
+    from learner.model.loading import load_complete  # takes seconds
+
     names = read_headers(folder, key=key)
     with _quiet():
         model, surplus = load_complete(folder, key=key, device_map={"": "meta"})

@@ -27,9 +27,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
 from pydantic import Field, PositiveInt
 
 from launch.cli import explained, read_arguments
@@ -38,9 +37,6 @@ from launch.run_folder.console import escaped, make_console
 from launch.run_folder.ledger import LEDGER
 from launch.run_folder.saved_checkpoints import full_checkpoints
 from launch.run_folder.saved_run import changed_config, read_run
-from learner.algorithms.rollout_matching import RolloutMatching, RolloutMatchingStep
-from learner.learner import Learner
-from learner.model.ranks import RankTopology
 from learner.rollout_logs import samples, trajectories
 from learner.rollout_logs.samples import RolloutRecord
 from learner.rollout_logs.trajectories import TrajectoryRecord, logged_rollout
@@ -56,6 +52,10 @@ from shared.schedule import RunSchedule, StepPlan
 from shared.seeds import request_seed
 from shared.trajectory import EnvironmentRequest, EnvironmentRollout, ExampleCounts
 from shared.weight_sync.transports import Device, TransportKind
+
+if TYPE_CHECKING:
+    from learner.algorithms.rollout_matching import RolloutMatching
+    from learner.learner import Learner
 
 NOISE_FACTOR = 10.0
 """How many times its noise a metric may differ from the run, if two repetitions differ at all.
@@ -111,6 +111,8 @@ def replay(options: ReplayOptions, *, repeats: bool) -> Iterator[ReplayedStep]:
     repetition: dict[int, StepReport] = {}
     if repeats:
         repetition = {report.number: report for report in learn()}
+        import torch
+
         gc.collect()  # the GPU has no room for two models
         torch.cuda.empty_cache()
     with closing(learn()) as reports:
@@ -262,6 +264,11 @@ def learn_again(
         ConfigError, RecordError: the log lacks a requested rollout, or has another rollout in its
             place; also errors of `Learner`.
     """
+    import torch
+
+    from learner.learner import Learner
+    from learner.model.ranks import RankTopology
+
     device = Device.CUDA if torch.cuda.is_available() else Device.CPU
     schedule = RunSchedule(config)
     place = RankTopology(TransportKind.GLOO, (), device=device)
@@ -291,6 +298,8 @@ def _recorded(
     learner: Learner, requests: Sequence[Any], logs: Path, plan: StepPlan
 ) -> list[Rollout | tuple[EnvironmentRollout, ...]]:
     """Return the recorded rollouts for these requests of a step."""
+    from learner.algorithms.rollout_matching import RolloutMatching, RolloutMatchingStep
+
     path = step_path(logs, plan.number)
     algorithm = learner.algorithm
     step = learner.steps[-1]
@@ -382,6 +391,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     differs = False
     with explained(make_console(stderr=True)):
         options = read_arguments(ReplayOptions, sys.argv[1:] if arguments is None else arguments)
+        import torch  # after `--help`: torch and the learner take seconds
+
         for step in replay(options, repeats=torch.cuda.is_available()):
             equal = "equal, to the bit"
             if step.noise is not None:

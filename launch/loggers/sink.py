@@ -36,7 +36,6 @@ from launch.loggers.events import (
     RunEvent,
     Scalar,
 )
-from rollout_actors.environments.training.child_processes import unmarked
 from shared.config import RunConfig
 from shared.config.base import leaves
 from shared.errors import Timeout
@@ -196,6 +195,9 @@ class _LoggerClient:
         self._num_put = 0
         """Number of events from the driver, whether they were logged or not."""
         self._num_logged = 0
+        # Imported here, because it imports openai.
+        from rollout_actors.environments.training.child_processes import unmarked
+
         try:
             run.folder.mkdir(exist_ok=True)
             self._pipe, far_end = Pipe()

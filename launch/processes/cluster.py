@@ -37,10 +37,6 @@ from rollout_actors.backends.http import server_addresses
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.actor import EngineActor, VllmEngineSpec
 from rollout_actors.engine.settings import engine_runtime_env
-from rollout_actors.environments.training.actor import EnvironmentActor
-from rollout_actors.environments.training.beside import EnvironmentSpec
-from rollout_actors.environments.training.runner import RunnerSettings
-from rollout_actors.environments.training.teacher import TeacherSettings
 from rollout_actors.server.lease import run_name
 from shared.chunking import rank_share
 from shared.config import RunConfig
@@ -54,6 +50,8 @@ from shared.trajectory import ExampleCounts
 if TYPE_CHECKING:  # names for readers: mypy does not look into ray
     from ray.actor import ActorClass, ActorHandle
     from ray.util.scheduling_strategies import SchedulingStrategyT
+
+    from rollout_actors.environments.training.runner import RunnerSettings
 
 
 Places = Mapping[int, PlacementGroupSchedulingStrategy]
@@ -274,6 +272,9 @@ class Cluster:
         self, section: EnvironmentSection, engines: RolloutClient, placement: Placement
     ) -> None:
         """Start the environment actors, and make the engines generate through them."""
+        # Imported here, because most runs have no environment, and it imports openai.
+        from rollout_actors.environments.training.actor import EnvironmentActor
+
         config = self._config
         assert self._examples is not None, "examples are counted before the start"
         # They may run on nodes without engines, which have no warm Python to fork from.
@@ -390,6 +391,9 @@ def runner_settings(
 
     `devices`: number of devices of each engine.
     """
+    from rollout_actors.environments.training.runner import RunnerSettings
+    from rollout_actors.environments.training.teacher import TeacherSettings
+
     # All actors together send as many requests as one engine decodes at a time.
     room = config.rollout_matching.decode_batch_size * min(devices)
     return RunnerSettings(
@@ -508,6 +512,8 @@ def make_backend(
     make_engine = IN_RANKS[config.rollout_matching.backend_name](config, placement, images)
     if config.environment is None:
         return make_engine
+    from rollout_actors.environments.training.beside import EnvironmentSpec
+
     assert examples is not None, "examples are counted before the start"
     devices = (placement.devices_per_engine,)
     settings = runner_settings(config, config.environment, devices, examples, 0)

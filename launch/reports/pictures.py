@@ -12,7 +12,6 @@ from typing import TypeAlias
 from PIL import Image, ImageDraw, ImageFont
 
 from launch.inspect.sample_pages.html import printable
-from learner.segments import decode_image
 from shared.grounding.evaluation import Pair, Scene, pair_objects
 from shared.grounding.geometry import Shape, pixels_of, vertices
 from shared.records import GeometryKind
@@ -56,6 +55,8 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair], *, only_missed: bool = False
     Raises:
         RecordError: the image is missing or has changed.
     """
+    from learner.segments import decode_image  # imports torch
+
     original = decode_image(scene.sample.images[0])
     longest = max(original.size)
     scale = min(1.0, _LARGEST / longest)

@@ -10,8 +10,8 @@ from pathlib import Path
 from launch.reports.detection import PrimaryMetric
 from launch.reports.page import whole_folder
 from learner.rollout_logs.trajectories import trajectory_record
-from rollout_actors.environments.datasets import mean
 from shared.grounding.evaluation import Evaluation
+from shared.metrics import mean
 from shared.trajectory import EnvironmentRollout
 
 MOST_FAILED_SHARE = 0.05

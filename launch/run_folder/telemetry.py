@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -36,7 +37,6 @@ from launch.run_folder.steps import (
     step_spans,
 )
 from launch.run_folder.timeline import TraceWriter
-from rollout_actors.environments.chat.tools import UncalledTools
 from shared.config import RunConfig
 from shared.errors import StorageError
 from shared.grounding.evaluation import Evaluation, Outcome
@@ -54,6 +54,9 @@ from shared.run_files import (
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
 from shared.weight_sync.canary import NOISE_FILE
+
+if TYPE_CHECKING:
+    from rollout_actors.environments.chat.tools import UncalledTools
 
 
 class Telemetry:
@@ -103,7 +106,7 @@ class Telemetry:
         self._evaluations: list[EvaluationRecord] = []
         self._save_s = 0.0
         """Seconds that the run waited for checkpoints since the line of the last step."""
-        self._uncalled_tools = UncalledTools()
+        self._uncalled_tools: UncalledTools | None = None
 
     @property
     def sync_fallback(self) -> str | None:
@@ -331,6 +334,10 @@ class Telemetry:
         self._bar.done(report.number)
         calls = report.metrics.get("rollout/num_tool_calls")
         if calls is not None:
+            # Imported here, because only runs with environments need it, and it imports openai.
+            from rollout_actors.environments.chat.tools import UncalledTools
+
+            self._uncalled_tools = self._uncalled_tools or UncalledTools()
             num_rollouts = int(report.metrics["rollout/num"])
             if problem := self._uncalled_tools.problem(num_rollouts, calls):
                 self.warn(problem)

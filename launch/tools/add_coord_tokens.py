@@ -17,19 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoProcessor
-from transformers.utils import logging
 
 from launch.checks.weights import weight_warnings
 from launch.cli import explained, read_arguments
 from launch.run_folder.console import escaped, make_console
 from launch.tools.demo.once import make_once
-from learner.model.checkpoint import CheckpointWeights, save_as_published
 from learner.model.checkpoint_folder import BaseFiles, checkpoint_problems, no_chat_template
-from learner.model.loading import load_complete, model_type_problem
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError, StorageError
 from shared.model_families import END_OF_TURN
@@ -39,6 +34,7 @@ from shared.tokens.pictures import Pictures, TiledPictures, pictures_of
 from shared.tokens.vocabulary import COORD_TOKENS, NUM_BINS
 
 if TYPE_CHECKING:
+    import torch
     from transformers import (
         PretrainedConfig,
         PreTrainedModel,
@@ -80,6 +76,8 @@ def mixed_waves(mixture_DW: torch.Tensor) -> torch.Tensor:
     frequencies dominate. With 1,000 independent rows, a model would first have to learn for each
     bin that 499 is next to 500.
     """
+    import torch
+
     position_C = torch.arange(NUM_BINS) / (NUM_BINS - 1)
     frequency_F = torch.arange(1, NUM_FREQUENCIES + 1)
     angle_FC = torch.pi * frequency_F[:, None] * position_C
@@ -100,6 +98,8 @@ def coord_rows(
     digit's row, and similar to the rows of neighbouring bins. `init` mean: the mean of all rows,
     for every bin.
     """
+    import torch
+
     if init == "mean":
         return rows_VD.float().mean(dim=0).expand(NUM_BINS, -1)
     digits = rows_VD[digit_ids].float()
@@ -137,6 +137,10 @@ def _read_stock(options: AddOptions) -> tuple[PretrainedConfig, ProcessorMixin, 
 
     Raises ConfigError with all problems of the options and of the checkpoint's files.
     """
+    from transformers import AutoConfig, AutoProcessor
+
+    from learner.model.loading import model_type_problem
+
     remedy = "give the folder of a downloaded Qwen-VL or InternVL checkpoint"
     problems = list(checkpoint_problems(options.model, key="model", remedy=remedy))
     config = None
@@ -228,6 +232,11 @@ def _limit_pixels(processor: ProcessorMixin, options: AddOptions) -> str:
 def _make(
     config: PretrainedConfig, processor: ProcessorMixin, options: AddOptions, folder: Path
 ) -> Iterator[str]:
+    from transformers import AutoProcessor
+
+    from learner.model.checkpoint import CheckpointWeights, save_as_published
+    from learner.model.loading import load_complete
+
     model, _ = load_complete(options.model, key="model", dtype="auto")
     numbers = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(model.dtype).removeprefix("torch.")
@@ -285,6 +294,8 @@ def _checked_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _make_room(model: PreTrainedModel, num_stock_tokens: int, num_tokens: int) -> str:
     """Add rows for new tokens to the embeddings. Returns a line to print."""
+    import torch
+
     # Qwen's embeddings have more rows than the tokenizer has tokens; unused rows are taken first.
     embeddings = model.get_input_embeddings()
     num_rows = embeddings.weight.shape[0]
@@ -310,6 +321,8 @@ def _initialise(
     digit_ids: list[int],
     options: AddOptions,
 ) -> str:
+    import torch
+
     generator = torch.Generator().manual_seed(options.seed)
     weights = _embeddings(model)
     with torch.no_grad():
@@ -335,6 +348,9 @@ def _embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
         options = read_arguments(AddOptions, sys.argv[1:] if arguments is None else arguments)
+        # Imported after `--help`, as in the functions above: it takes seconds.
+        from transformers.utils import logging
+
         logging.disable_progress_bar()
         print(escaped("\n".join(make_coord_model(options))))
 

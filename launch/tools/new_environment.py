@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.cli import explained
 from launch.run_folder.console import make_console
-from rollout_actors.environments.loading import environment_names
+from rollout_actors.environment_names import environment_names
 from shared.errors import ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from learner.segments import decode_image
 from shared.config.model import AugmentSection
 from shared.dataset import Draw
 from shared.errors import RecordError
@@ -189,6 +188,8 @@ class Augmentation:
         RecordError as `decode_image` does, or if `image` does not have this size.
         """
         from torchvision.transforms.v2 import functional  # takes seconds
+
+        from learner.segments import decode_image
 
         pixels = decode_image(image)
         if pixels.size != size:  # only possible if `data.check_images` is off

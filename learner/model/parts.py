@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from shared.config.training import PartSection, PartsSection
 from shared.errors import ConfigError
 from shared.model_families import ModelPart, find_part
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def model_part(name: str) -> ModelPart:

@@ -582,9 +582,3 @@ def make_folder(folder: Path | str) -> Path:
             return folder
     except OSError as error:
         raise cannot_write(folder, error, remedy=StorageError.ANOTHER_FOLDER) from error
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN if there are no values."""
-    # `fsum` rounds once, at the end, so the order of the values does not matter.
-    return math.fsum(values) / len(values) if values else math.nan

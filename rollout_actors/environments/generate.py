@@ -36,7 +36,6 @@ from rollout_actors.environments.datasets import (
     GenerateOutputs,
     check_one_row_per_id,
     check_positions,
-    mean,
     with_positions,
 )
 from rollout_actors.environments.lifecycle import awaited
@@ -58,6 +57,7 @@ from rollout_actors.environments.scope import (
     with_defaults,
 )
 from rollout_actors.environments.types import Arguments, Client, State
+from shared.metrics import mean
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment

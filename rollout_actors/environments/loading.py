@@ -5,25 +5,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from zlib import crc32
 
-from rollout_actors.environments import examples, foreign
+from rollout_actors.environment_names import (
+    environment_names,
+    example_environments,
+    installed_environments,
+)
+from rollout_actors.environments import foreign
 from rollout_actors.environments.environment import Environment, full_name
 from rollout_actors.environments.types import Fields
 from shared.config.secrets import hide
-
-ENTRY_POINTS = "rollmatch.environments"
-"""Entry point group in which installed packages register their environments:
-`name = "package.module"`, or `"package.module:load_environment"`.
-"""
 
 FOREIGN = {"gym": "NAME", "openenv": "URL", "verifiers": "NAME"}
 """Prefixes of names of other libraries' environments, and what follows: `gym:NAME`."""
@@ -65,11 +63,6 @@ def make_environment(env_id: str, load: Load, env_args: Fields) -> Environment:
     return environment
 
 
-def environment_names() -> list[str]:
-    """Return the names of the example environments and of the installed ones."""
-    return sorted({*_installed(), *_examples()})
-
-
 def find_environment(env_id: str) -> Load:
     """Return the function that makes the environment of this name, for `make_environment`.
 
@@ -84,8 +77,8 @@ def find_environment(env_id: str) -> Load:
         return _load_function(_file_module(Path(env_id)), env_id)
     # Commands may write "-" or "_"; module names have underscores.
     module_name = env_id.replace("-", "_")
-    installed = _installed()
-    example = _examples().get(module_name)
+    installed = installed_environments()
+    example = example_environments().get(module_name)
     meanings: dict[str, Callable[[], ModuleType | Load]] = {}
     # All meanings are looked up, so that an ambiguous name is refused and not guessed.
     if env_id in installed:
@@ -111,15 +104,6 @@ def find_environment(env_id: str) -> Load:
     (load,) = meanings.values()
     found = load()
     return _load_function(found, env_id) if isinstance(found, ModuleType) else found
-
-
-def _installed() -> Mapping[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-
-
-def _examples() -> Mapping[str, str]:
-    modules = pkgutil.iter_modules(examples.__path__)
-    return {module.name: f"{examples.__name__}.{module.name}" for module in modules}
 
 
 def _can_be_imported(name: str) -> bool:

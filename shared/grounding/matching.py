@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from shared.grounding.geometry import Rasters, Shape, box_iou, point_overlap
 from shared.grounding.objects import ParsedObject
@@ -92,6 +91,9 @@ def match_objects(
             overlap_PK = rasters.mask_iou(np.arange(first), first + nearest_PK)
         iou_PG[found_P[:, None], truth_G[nearest_PK]] = overlap_PK
     feasible_PG = iou_PG >= maskiou_gate  # false for a pair that was not compared: NaN
+
+    # Imported here, because commands that match nothing import this module.
+    from scipy.optimize import linear_sum_assignment
 
     cost_NN = np.zeros((num_predictions + num_ground_truth,) * 2)
     cost_NN[:num_predictions, :num_ground_truth] = np.where(feasible_PG, 1.0 - iou_PG, np.inf)

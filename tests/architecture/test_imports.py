@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from launch.cli import COMMANDS
 from rollout_actors.warm import warm_python
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "vllm", "transformers", "hydra", "omegaconf"}
+LATE = {"torch", "ray", "vllm", "transformers", "openai", "pandas", "scipy", "sklearn"}
+"""Packages that a command imports only after it has read its arguments."""
 
 
 def modules_of(package: str) -> list[str]:
@@ -153,4 +156,30 @@ def test_nobody_imports_launch():
 
 
 def test_a_wrong_configuration_is_reported_before_anything_heavy_is_imported():
-    assert not loaded_by(["launch.train"]) & {"torch", "ray", "vllm", "transformers"}
+    assert not loaded_by(["launch.train", "launch.preflight"]) & LATE
+
+
+def test_the_help_of_a_command_imports_nothing_heavy():
+    code = (
+        "import json, os, sys\n"
+        "from contextlib import redirect_stdout\n"
+        "from launch.cli import COMMANDS, run_command\n"
+        "for name in COMMANDS:\n"
+        "    if os.fork():\n"
+        "        assert os.wait()[1] == 0, name\n"
+        "        continue\n"
+        "    sys.argv = ['rollmatch', name, '--help']\n"
+        "    os._exit = sys.exit\n"
+        "    with redirect_stdout(open(os.devnull, 'w')):\n"
+        "        try: run_command()\n"
+        "        except SystemExit as end: assert not end.code\n"
+        "    loaded = sorted({module.split('.')[0] for module in sys.modules})\n"
+        "    print(json.dumps([name, loaded]), flush=True)\n"
+        "    break"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    loaded = dict(map(json.loads, printed.splitlines()))
+    assert loaded.keys() == COMMANDS.keys()
+    assert {
+        name: LATE & set(modules) for name, modules in loaded.items() if LATE & set(modules)
+    } == {}

@@ -13,7 +13,7 @@ from foreign_interpreters import interpreter_of
 from local_learner import Job, run_job
 from openenv_server import openenv_server
 
-from launch.checks.data import check_environment
+from launch.checks.environment import check_environment
 from launch.pipeline import one_ahead, one_at_a_time
 from launch.processes.cluster import runner_settings
 from launch.processes.fleet import Fleet

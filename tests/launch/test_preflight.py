@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,7 @@ SOUND = {
 }
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 CPU_NODE = {"nodes_of": lambda *_: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
+ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"
 SERVER = "rollout_matching.vllm.server.servers[{}].base_url: {}"
 
@@ -68,6 +71,24 @@ def asked(run, settings=None, **limit):
 
 def keys(problems):
     return [problem.split(": ")[0] for problem in problems]
+
+
+@pytest.mark.slow
+def test_packages_that_a_run_does_not_need_are_not_imported_to_check_it(config, tmp_path):
+    saved = tmp_path / "config.json"
+    saved.write_text(config().model_dump_json())
+    code = (
+        "import json, sys\n"
+        "from launch.preflight import preflight\n"
+        "from shared.config import load_config\n"
+        "report = preflight(load_config(json.load(open(sys.argv[1]))))\n"
+        "assert report.facts is not None, report.problems\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    command = [sys.executable, "-c", code, str(saved)]
+    loaded = set(subprocess.check_output(command, text=True, cwd=ROOT).splitlines()[-1].split())
+    assert "transformers" in loaded
+    assert not loaded & {"openai", "pandas", "ray", "sklearn", "vllm"}
 
 
 @pytest.mark.slow

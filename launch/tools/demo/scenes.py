@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from scipy.spatial import ConvexHull
-from sklearn.datasets import load_digits
 
 from launch.tools.demo.once import make_once
 from shared.grounding.geometry import bin_box, bin_points, simplify_ring
@@ -112,6 +110,8 @@ class Placed:
 
         The order is clockwise from the topmost, then leftmost vertex.
         """
+        from scipy.spatial import ConvexHull  # takes half a second
+
         ys, xs = np.nonzero(np.asarray(self.picture()) >= INK)
         ink = np.stack([xs, ys], axis=1)
         # Qhull is counterclockwise for y up, so clockwise in an image.
@@ -143,6 +143,8 @@ def _from_the_top(ring: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def load_all_digits() -> list[Digit]:
     """Return scikit-learn's 1,797 digits in their order, which is by writer."""
+    from sklearn.datasets import load_digits  # takes a second
+
     scans = load_digits()
     return [
         Digit(scan=scan.astype(np.uint8), name=NAMES[label])

@@ -12,11 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from openai.resources.chat.completions import AsyncCompletions as AsyncChats
-from openai.resources.completions import AsyncCompletions
 from pydantic import JsonValue
 
-from rollout_actors.environments.loading import environment_names
+from rollout_actors.environment_names import environment_names
 from shared.errors import ConfigError
 
 NUM_EXAMPLES = 5
@@ -55,6 +53,10 @@ def check_sampling(sampling: Mapping[str, object], message_type: str) -> dict[st
 
     Raises ConfigError for names and values with which every call would fail.
     """
+    # Imported here, so that `--help` does not wait for openai.
+    from openai.resources.chat.completions import AsyncCompletions as AsyncChats
+    from openai.resources.completions import AsyncCompletions
+
     create = AsyncCompletions.create if message_type == "completion" else AsyncChats.create
     known = [name for name in inspect.signature(create).parameters if name != "self"]
     problems = []

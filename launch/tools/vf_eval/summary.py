@@ -17,11 +17,12 @@ from launch.tools.vf_eval.record import EvaluationSettings
 from launch.tools.vf_eval.results_file import FinishedRollout, KeptState
 from rollout_actors.environments.answers.parsers import text_of
 from rollout_actors.environments.clients.openai import merged
-from rollout_actors.environments.datasets import GenerateMetadata, GenerateOutputs, mean
+from rollout_actors.environments.datasets import GenerateMetadata, GenerateOutputs
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.generate import metadata_of
 from rollout_actors.environments.rewards import compare_rollouts
 from rollout_actors.environments.types import Messages, State
+from shared.metrics import mean
 
 _NUM_ERRORS_SHOWN = 3
 _PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128)

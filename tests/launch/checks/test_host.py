@@ -1,6 +1,9 @@
+import importlib
+import sys
+
 import pytest
 
-from launch.checks.host import vllm_import
+from launch.checks.host import hidden, vllm_import
 from tests.fixtures.config_changes import load
 
 PIPELINE = "stage2_ab.channel_b.enable_pipeline"
@@ -17,6 +20,44 @@ def test_a_vllm_that_is_installed_and_cannot_be_imported_is_a_problem(mode, tmp_
     with vllm_import(config.rollout_matching, 300.0) as problems:
         (problem,) = problems()
     assert problem.startswith(f"installation: vLLM cannot be imported (AttributeError: {error})")
+
+
+@pytest.mark.slow
+def test_an_import_of_vllm_is_tried_again_after_a_failure_or_a_change(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)  # where the other process finds this module first
+    tried = tmp_path / "tried"
+    module = tmp_path / "rollout_actors" / "engine" / "vllm_engine.py"
+    module.parent.mkdir(parents=True)
+    for folder in (module.parent, module.parent.parent):
+        (folder / "__init__.py").touch()
+    config = load({})
+
+    def problems(source):
+        module.write_text(f"open({str(tried)!r}, 'a').write('.')\n{source}")
+        with vllm_import(config.rollout_matching, 300.0) as problems:
+            return len(list(problems()))
+
+    assert problems("raise OSError") == 1
+    assert [problems(""), problems("")] == [0, 0]
+    assert tried.read_text() == ".."
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "another")
+    assert [problems("raise OSError"), problems("raise OSError")] == [1, 1]
+    assert tried.read_text() == "...."
+
+
+def test_a_hidden_package_is_found_again_afterwards_and_an_imported_one_is_not_hidden(tmp_path):
+    (tmp_path / "out_of_sight.py").touch()
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with hidden("out_of_sight"), pytest.raises(ModuleNotFoundError):
+            importlib.import_module("out_of_sight")
+        module = importlib.import_module("out_of_sight")
+        with hidden("out_of_sight"):
+            assert importlib.import_module("out_of_sight") is module
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("out_of_sight", None)
 
 
 def test_a_run_without_engines_of_its_own_imports_no_vllm(monkeypatch):

@@ -6,8 +6,7 @@ import re
 import pytest
 from config_support import configuration, trajectory_config
 
-from launch.checks.data import ENVIRONMENT_KEYS
-from launch.checks.environment import loaded_environment
+from launch.checks.environment import ENVIRONMENT_KEYS, loaded_environment
 from launch.run_folder.resume import config_of_run, deciding
 from launch.run_folder.saved_run import load_run
 from shared.errors import ConfigError

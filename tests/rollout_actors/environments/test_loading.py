@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_actors.environments.loading import environment_names, load_environment
+from rollout_actors.environment_names import environment_names
+from rollout_actors.environments.loading import load_environment
 
 FILE = """
 from rollout_actors.environments.multi_turn import SingleTurnEnv
