@@ -56,6 +56,7 @@ from launch.processes.batch_algebra import batch_algebra
 from launch.processes.engine_settings import settings_of_run
 from launch.processes.placement import Placement, Resources, plan_placement
 from launch.processes.ray_connection import cluster_nodes
+from launch.processes.threads import describe_threads
 from launch.run_folder.console import make_console
 from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
@@ -411,6 +412,7 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
         name = rank_name(rank, len(placement.ranks))
         beside = f", with {engine_of} next to it" if in_ranks else ""
         lines.append(f"place     {name}: {share.gpus:g} GPU, {share.cpus:g} CPU{beside}")
+    lines.append(describe_threads(config, placement))
     if (environment := config.environment) is not None and in_learner:
         lines.append(f"place     {environment.id}: in the process of each learner rank")
     elif environment is not None:

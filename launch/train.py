@@ -11,6 +11,7 @@ Heavy modules are imported only after the configuration is valid. Processes star
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -61,6 +62,10 @@ def run_job(config: RunConfig, console: Console) -> None:
     Raises the error that ends the run for good.
     """
     budget: RestartBudget | None = None
+    if config.cluster.kind == "local":
+        # As in Ray's processes. OpenMP reads it when torch is imported. Without it, the threads of
+        # two runs on one machine spin while they wait, and take each other's cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     make_missing_demo_files(config, lambda line: _print(console, [line]))
     model = fetched_model(config.model, lambda line: _print(console, [line]))
     config = config.model_copy(update={"model": model})

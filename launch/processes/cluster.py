@@ -29,6 +29,7 @@ from launch.processes.ray_connection import connect, connected_nodes
 from launch.processes.replacements import Replacements, RestartBudget
 from launch.processes.rollout_client import RankRolloutClient, RolloutClient
 from launch.processes.rounds import RoundSize
+from launch.processes.threads import with_threads
 from launch.run_folder.console import StartUp
 from learner.actor import STOPPING, LearnerActor
 from learner.model.ranks import RankTopology, ReceiverGroup
@@ -114,8 +115,8 @@ class Cluster:
             ConfigError: too few resources, or a problem of model or data that the learner finds.
             RolloutError, LearnerError: a process did not start.
         """
-        config = self._config
-        placement = plan_placement(config, connected_nodes())
+        placement = plan_placement(self._config, connected_nodes())
+        config = with_threads(self._config, placement)
         require_vllm(config.rollout_matching, placement.transport)
         places = self._reserve(placement)
         learner = self._place_learner(placement, places)

@@ -19,6 +19,7 @@ from launch.processes.learner_client import UNOBSERVED, LearnerCall, LearnerClie
 from launch.processes.placement import plan_placement
 from launch.processes.ray_connection import cluster_nodes
 from launch.processes.rollout_client import RankRolloutClient
+from launch.processes.threads import with_threads
 from launch.run_folder.console import StartUp
 from learner.actor import LearnerRank
 from shared.config import RunConfig
@@ -131,6 +132,7 @@ class LocalRun:
         """
         config = self._config
         placement = plan_placement(config, cluster_nodes(config.cluster, config.timeouts.start_s))
+        config = with_threads(config, placement)
         require_vllm(config.rollout_matching, placement.transport)
         with self._start_up.stage("the learner with an engine, in this process"):
             rollouts = start_ranks(

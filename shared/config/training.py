@@ -36,8 +36,11 @@ class LearnerSection(Section):
     cpus: NonNegativeFloat | None = None
     """Number of CPU cores that Ray reserves for each rank; null: 1."""
     cpu_threads: PositiveInt | None = None
-    """Number of torch threads in each rank; null: one for each core that the process may use. The
-    number changes the order of float sums, so set it to repeat a run exactly on another machine."""
+    """Number of torch threads in each rank. null, on CPU: the machine's cores divided over ranks,
+    without a core for each engine process that generates while the learner learns (only with
+    several rounds a step, or `max_staleness`). null, on GPUs or a cluster at an address: one for
+    each core of the node. The number changes the order of float sums, so set it to repeat a run
+    exactly on another machine. A resumed run keeps its number."""
 
     @property
     def is_sharded(self) -> bool:

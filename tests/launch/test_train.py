@@ -2,6 +2,9 @@
 types it: what is wrong appears in seconds, and says what to do.
 """
 
+import os
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -44,6 +47,31 @@ def test_a_run_that_cannot_work_is_refused_before_anything_is_there(
         run(config, Console())
     assert len(caught.value.problems) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_threads_of_a_run_without_ray_sleep_while_they_wait(demo_checkpoint, demo_data, tmp_path):
+    local = {
+        "cluster__kind": "local",
+        "rollout_matching__rollout_backend": "hf",
+        "stage2_ab__channel_b__enable_pipeline": False,
+    }
+    config = configuration(demo_checkpoint, demo_data, tmp_path / "run", **SOUND | local)
+    saved = tmp_path / "config.json"
+    saved.write_text(config.model_dump_json())
+    code = (
+        "import json, os, sys\n"
+        "from launch.train import run_job\n"
+        "from rich.console import Console\n"
+        "from shared.config import load_config\n"
+        "sys.modules['torch'] = None\n"
+        "try: run_job(load_config(json.load(open(sys.argv[1]))), Console())\n"
+        "except ModuleNotFoundError as error: assert error.name == 'torch'\n"
+        "print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    command = [sys.executable, "-c", code, str(saved)]
+    printed = subprocess.check_output(command, text=True, env=environment)
+    assert printed.splitlines()[-1] == "PASSIVE"
 
 
 @pytest.fixture
