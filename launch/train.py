@@ -69,9 +69,12 @@ def run_job(config: RunConfig, console: Console) -> None:
     make_missing_demo_files(config, lambda line: _print(console, [line]))
     model = fetched_model(config.model, lambda line: _print(console, [line]))
     config = config.model_copy(update={"model": model})
+    from launch.processes.engine_settings import engines_imported_early
+
     while True:
         try:
-            run(config, console)
+            with engines_imported_early(config):
+                run(config, console)
         # Other errors of the run, such as a loss that is not finite, would repeat exactly.
         except (LostLearnerError, CollectiveError, LostStartError) as error:
             if not config.resume.automatic:

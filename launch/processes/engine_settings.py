@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from launch.checks.data import ImageNeeds
 from launch.checks.memory import batch_cache_bytes
 from launch.checks.model_shape import ModelShape, RunSizes
-from launch.processes.placement import Placement
-from rollout_actors.engine.settings import EngineSettings, neighbour_runtime_env
+from launch.processes.placement import Placement, plan_placement
+from launch.processes.ray_connection import cluster_nodes
+from rollout_actors.engine.settings import (
+    EngineSettings,
+    engine_environment,
+    is_forked,
+    neighbour_runtime_env,
+)
 from rollout_actors.warm import warm_python
 from shared.config import RunConfig
 from shared.config.rollout import EngineLocation
+from shared.errors import ConfigError
 from shared.weight_sync.transports import Device
 
 
@@ -67,3 +75,23 @@ def neighbour_env(
     if placement.device is Device.CPU and has_server:
         return neighbour_runtime_env(settings_of_run(config, placement, images), **variables)
     return {"env_vars": variables}
+
+
+def engines_imported_early(config: RunConfig) -> AbstractContextManager[None]:
+    """Return a context manager that starts the warm Python of the run's actors on this machine.
+
+    Entered before the run is checked: its imports take as long as the checks and the start of Ray,
+    on another core. Does nothing if the actors are not forked here.
+    """
+    cluster = config.cluster
+    in_actors = config.rollout_matching.backend.location is EngineLocation.ACTORS
+    if not in_actors or cluster.kind != "ray" or cluster.address != "local":
+        return nullcontext()
+    try:
+        placement = plan_placement(config, cluster_nodes(cluster, config.timeouts.start_s))
+        settings = settings_of_run(config, placement, ImageNeeds())
+    except ConfigError:
+        return nullcontext()  # preflight reports it
+    if not is_forked(settings):
+        return nullcontext()
+    return warm_python.started_early(engine_environment(settings))

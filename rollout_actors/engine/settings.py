@@ -230,6 +230,13 @@ def engine_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, 
     return neighbour_runtime_env(settings, **engine_environment(settings), **variables)
 
 
+def is_forked(settings: EngineSettings) -> bool:
+    """Return whether the run's engines are forked from a warm server: those on one CPU device."""
+    # An engine of several devices is not forked: a fork exits without freeing its modules, which
+    # would leave named memory behind.
+    return settings.device is Device.CPU and settings.tensor_parallel_size == 1
+
+
 def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[str, object]:
     """Return the Ray `runtime_env` of an actor that starts next to the run's engines.
 
@@ -237,9 +244,7 @@ def neighbour_runtime_env(settings: EngineSettings, **variables: str) -> dict[st
     imported torch and vllm. Otherwise it starts as an ordinary process. Set `OMP_NUM_THREADS` in
     the variables, or torch uses a thread per core: Ray's own value comes too late for a fork.
     """
-    # An engine of several devices is not forked: a fork exits without freeing its modules, which
-    # would leave named memory behind.
-    if settings.device is Device.CUDA or settings.tensor_parallel_size > 1:
+    if not is_forked(settings):
         return {"env_vars": variables}
     # Ray starts `py_executable` in place of python. Here it is a shim that asks the warm server
     # for a fork.

@@ -1,9 +1,10 @@
 """The warm server: a Python process with torch and vLLM imported, from which engines are forked.
 
 An engine needs two processes (its actor and vLLM's EngineCore), and each spends more than 10 s of a
-core on the same imports. So do a learner rank and an environment actor. Therefore the first such
-process of a run on a machine starts a *warm server*. It imports torch, transformers and vllm once,
-has no threads, and afterwards only forks. The parts of this file:
+core on the same imports. So do a learner rank and an environment actor. Therefore a run has a *warm
+server* on each machine: the driver starts its own before it checks the run (`started_early`), and
+elsewhere the first such process starts it. It imports torch, transformers and vllm once, has no
+threads, and afterwards only forks. The parts of this file:
 
 - The *shim* runs in place of `python`: Ray starts it for an actor (`py_executable` of a runtime
   environment), multiprocessing for EngineCore (`set_executable`). It sends arguments, environment,
@@ -11,8 +12,8 @@ has no threads, and afterwards only forks. The parts of this file:
   its parent knows. It exits with the fork's status and forwards signals. The fork is killed if the
   shim is killed, or `ORPHAN_S` after the parent's end, which a stopped fork would not notice.
 - The *server* ends when it has had no connection for `IDLE_S`. Its forks end with it.
-- The *fork* does what a new interpreter would do. It has the server's limits, nice value and
-  processors, and a new `LD_PRELOAD` has no effect.
+- The *fork* does what a new interpreter would do. It has the server's limits and processors, and a
+  new `LD_PRELOAD` has no effect.
 
 Runs never share a server. If no server is available, the shim reports it and becomes an ordinary
 `python`. Engines on a GPU are never forked, because a fork cannot use CUDA.
@@ -30,6 +31,7 @@ import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -38,8 +40,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
@@ -90,6 +92,37 @@ def run_folder() -> str:
     It is created on each machine when the first process is forked there.
     """
     return os.environ.setdefault(FOLDER, f"/tmp/rollmatch-warm-{uuid.uuid4().hex[:16]}")
+
+
+@contextmanager
+def started_early(
+    variables: Mapping[str, str], preloaded: Sequence[str] = PRELOADED
+) -> Iterator[None]:
+    """Start this run's warm server now, and end it with the `with` block.
+
+    Otherwise its first fork starts it, and waits for all its imports. `variables` are those of
+    `VARIABLES`. Nothing is done if the environment already names a folder.
+    """
+    if FOLDER in os.environ:
+        yield
+        return
+    folder = Path(run_folder())
+    try:
+        environment = {**os.environ, VARIABLES: json.dumps(variables)}
+        connection = connect(folder, environment, preloaded)
+    except OSError:  # each shim says why, and becomes an ordinary python
+        yield
+        return
+    try:
+        with connection:
+            yield
+    finally:
+        del os.environ[FOLDER]
+        with suppress(OSError):  # it did not start, or has ended by itself
+            pid = int((folder / "pid").read_text())
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoReturn:
@@ -180,7 +213,7 @@ def connect(
             listener.bind(address)
             listener.listen(128)
             server = [sys.executable, str(_THIS_FILE), "--server", str(folder)]
-            subprocess.Popen(
+            process = subprocess.Popen(
                 [*server, str(listener.fileno()), *preloaded],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -191,6 +224,7 @@ def connect(
                 env={**environment, **json.loads(environment.get(VARIABLES, "{}")), **_ONE_THREAD},
                 cwd="/",
             )
+            (folder / "pid").write_text(str(process.pid))
             connection.connect(address)
     return connection
 
@@ -216,6 +250,7 @@ def _ask_for_fork(
         "environment": dict(os.environ),
         "folder": str(Path.cwd()),
         "files": files,
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }
     text = json.dumps(request).encode("utf-8")
     socket.send_fds(connection, [_LENGTH.pack(len(text))], files)
@@ -259,7 +294,6 @@ def serve(folder: Path, listener: socket.socket, preloaded: Sequence[str]) -> No
     """
     import gc
     import importlib
-    import shutil
 
     sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]  # a module that is None cannot be imported
     for name in preloaded:
@@ -294,6 +328,8 @@ class _Request(TypedDict):
     """Working folder."""
     files: Sequence[int]
     """Numbers, in the shim, of the open files that are sent with the request."""
+    nice: int
+    """Nice value of the shim. Ray gives its workers another than the driver's."""
 
 
 class _Server:
@@ -488,6 +524,8 @@ def _take_over(folder: Path, request: _Request, files: Sequence[int]) -> None:
         stream = open(number, mode, buffering=1, closefd=False, errors="surrogateescape")  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    with suppress(PermissionError):  # only root lowers it
+        os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
     os.environ.clear()
     os.environ.update(request["environment"] | {FOLDER: str(folder)})
     os.chdir(request["folder"])

@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,14 @@ def test_a_fork_has_the_arguments_environment_folder_and_streams_of_its_shim(
     assert shown[3:] == ["blue", "said", "__main__", True]
 
 
+@pytest.mark.slow
+def test_a_fork_gives_way_to_others_as_its_shim_does(folder: Path) -> None:
+    nice = min(os.nice(0) + 3, 19)
+    code = "import os; print(os.nice(0))"
+    done = run(folder, "-c", code, preexec_fn=lambda: os.setpriority(os.PRIO_PROCESS, 0, nice))
+    assert int(done.stdout) == nice
+
+
 KILL_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 IS_ALONE = "import os; print(os.getpgrp() == os.getpid())"
 
@@ -148,6 +156,30 @@ def test_a_fork_has_the_threads_that_it_asks_for_though_its_server_has_one() -> 
         del variables["OMP_NUM_THREADS"]
         num_cores = len(os.sched_getaffinity(0))
         assert run(folder, "-c", code, env=variables).stdout == f"{num_cores} 27000000.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_server_that_was_started_early_forks_and_ends_with_its_block(error, monkeypatch) -> None:
+    monkeypatch.delenv(warm_python.FOLDER, raising=False)
+    with suppress(KeyboardInterrupt), warm_python.started_early({}, ["fractions"]):
+        folder = Path(os.environ[warm_python.FOLDER])
+        server = psutil.Process(int((folder / "pid").read_text()))
+        done = run(folder, "-c", "import os, sys; print(os.getppid(), 'fractions' in sys.modules)")
+        assert done.stdout.split() == [str(server.pid), "True"]
+        if error is not None:
+            raise error
+    assert not server.is_running()
+    assert not folder.exists()
+    assert warm_python.FOLDER not in os.environ
+
+
+def test_another_commands_server_is_used_and_not_ended(folder, monkeypatch) -> None:
+    monkeypatch.setenv(warm_python.FOLDER, str(folder))
+    with warm_python.started_early({}):
+        pass
+    assert run(folder, "-c", "").returncode == 0
+    assert os.environ[warm_python.FOLDER] == str(folder)
 
 
 @pytest.mark.slow
