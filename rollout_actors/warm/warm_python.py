@@ -120,8 +120,9 @@ def started_early(
         del os.environ[FOLDER]
         with suppress(OSError):  # it did not start, or has ended by itself
             pid = int((folder / "pid").read_text())
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):  # its id is not another process's
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -385,7 +385,7 @@ def test_a_checkpoint_without_a_chat_template_is_named_unless_prompts_are_plain_
     problem = refused(of_environment)
     assert problem.startswith(f"model.path: {model} has no chat template")
     assert "chat_template.jinja" in problem and "; " in problem and "environment" not in problem
-    monkeypatch.setattr("launch.checks.data.asks_by_chat", lambda _: False)
+    monkeypatch.setattr("launch.checks.environment.asks_by_chat", lambda _: False)
     assert of_environment().examples == COUNTS
 
 

@@ -91,7 +91,7 @@ def test_where_no_line_is_the_environments_own_none_is_named(
 ) -> None:
     lost = EntryPoint("lost", "no_such_module_anywhere", "rollmatch.environments")
     monkeypatch.setattr(
-        "rollout_actors.environments.loading.entry_points", lambda group: EntryPoints([lost])
+        "rollout_actors.environment_names.entry_points", lambda group: EntryPoints([lost])
     )
     assert refusal("lost").endswith(
         "ModuleNotFoundError: No module named 'no_such_module_anywhere'; check environment.args and"
