@@ -89,9 +89,12 @@ class Placement:
             return [("PACK", range(end))]
         first = len(self.engines)
         starts = range(first, end, self.shard_size)
-        # Before the engines, which fit into what is left of any node.
-        groups = [("STRICT_PACK", range(start, start + self.shard_size)) for start in starts]
-        return [*groups, *([("PACK", range(first))] if first else [])]
+        copies = [("STRICT_PACK", range(start, start + self.shard_size)) for start in starts]
+        engines = [("PACK", range(first))] if first else []
+        # Ray spreads groups over nodes, so first those that need more of one node.
+        if self.devices_per_engine > self.shard_size:
+            return [*engines, *copies]
+        return [*copies, *engines]
 
     @property
     def key(self) -> str:
