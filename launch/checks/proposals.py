@@ -104,8 +104,9 @@ def less_recomputation(
     search = _Search(config.model_dump(mode="json"), fitting)
     tower: Change = {"model.recompute_tower": False}
     fewer = [_NOT_RECOMPUTED, *_RECOMPUTED[: _num_at_most(config)], tower]
-    now = search.fits([])
-    for change in fewer if config.model.gradient_checkpointing and now is not None else ():
+    if not config.model.gradient_checkpointing or (now := search.fits([])) is None:
+        return None
+    for change in fewer:
         estimate = search.fits([change]) if search.is_new(change) else None
         # If no more memory is needed, nothing is spared: no tower, or none that is trained.
         if estimate is not None and estimate.total > now.total:

@@ -234,7 +234,9 @@ def _no_room_for_copies(placement: Placement, nodes: Sequence[Resources]) -> Ite
     num_copies = len(placement.ranks) // size
     room = 0
     for node in nodes:
-        numbers = [node.named()[kind] // amount for kind, amount in copy.named().items() if amount]
+        has = node.named()
+        # Floats: 1 // 0.2 is 4.
+        numbers = [(has[kind] + 1e-6) // amount for kind, amount in copy.named().items() if amount]
         room += int(min(numbers, default=num_copies))
     if room < num_copies:
         yield (
