@@ -33,6 +33,7 @@ _NOT_RECOMPUTED: Change = MappingProxyType(
 )
 _FIXED: tuple[Change, ...] = (
     *_RECOMPUTED,
+    MappingProxyType({"model.recompute_tower": True}),
     MappingProxyType({"model.activation_offload": True}),
     MappingProxyType({"model.attention": "auto"}),
     MappingProxyType({"training.optimizer": "adamw_bnb_8bit"}),
@@ -103,8 +104,12 @@ def less_recomputation(
     search = _Search(config.model_dump(mode="json"), fitting)
     tower: Change = {"model.recompute_tower": False}
     fewer = [_NOT_RECOMPUTED, *_RECOMPUTED[: _num_at_most(config)], tower]
-    for change in fewer if config.model.gradient_checkpointing else ():
-        if search.is_new(change) and (estimate := search.fits([change])) is not None:
+    if not config.model.gradient_checkpointing or (now := search.fits([])) is None:
+        return None
+    for change in fewer:
+        estimate = search.fits([change]) if search.is_new(change) else None
+        # If no more memory is needed, nothing is spared: no tower, or none that is trained.
+        if estimate is not None and estimate.total > now.total:
             return Proposal(tuple(search.overrides([change])), estimate)
     return None
 

@@ -67,6 +67,7 @@ _BY_ACTORS_ALONE: Mapping[str, object] = {
     "training.parts": {},  # may name the adapter
     # Nothing is trained, so one rank has all requests. Settings for more ranks are reset.
     "learner.world_size": 1,
+    "learner.shard_size": None,
     "training.effective_batch_size": None,
     "training.packing": False,
     "stage2_ab.channel_b.rollouts_per_step": None,

@@ -89,9 +89,12 @@ class Placement:
             return [("PACK", range(end))]
         first = len(self.engines)
         starts = range(first, end, self.shard_size)
-        # Before the engines, which fit into what is left of any node.
-        groups = [("STRICT_PACK", range(start, start + self.shard_size)) for start in starts]
-        return [*groups, *([("PACK", range(first))] if first else [])]
+        copies = [("STRICT_PACK", range(start, start + self.shard_size)) for start in starts]
+        engines = [("PACK", range(first))] if first else []
+        # Ray spreads groups over nodes, so first those that need more of one node.
+        if self.devices_per_engine > self.shard_size:
+            return [*engines, *copies]
+        return [*copies, *engines]
 
     @property
     def key(self) -> str:
@@ -231,7 +234,9 @@ def _no_room_for_copies(placement: Placement, nodes: Sequence[Resources]) -> Ite
     num_copies = len(placement.ranks) // size
     room = 0
     for node in nodes:
-        numbers = [node.named()[kind] // amount for kind, amount in copy.named().items() if amount]
+        has = node.named()
+        # Floats: 1 // 0.2 is 4.
+        numbers = [(has[kind] + 1e-6) // amount for kind, amount in copy.named().items() if amount]
         room += int(min(numbers, default=num_copies))
     if room < num_copies:
         yield (

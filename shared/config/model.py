@@ -67,7 +67,7 @@ class ModelSection(Section):
     """Number type of all forward passes. With bfloat16 the optimizer has float32 master weights."""
     head_dtype: Literal["model", "float32"] = "model"
     """Number type of the logits in learner and engines. float32: the logits of a model in bfloat16
-    are not rounded, so both compute more similar log-probabilities. Engines get vLLM's override
+    are not rounded, so log-probabilities of both differ slightly less. Engines get vLLM's override
     `head_dtype`; servers are started with the same."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Implementation of the learner's attention. auto: the segments of a packed row are computed

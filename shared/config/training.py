@@ -65,7 +65,7 @@ class LearnerSection(Section):
             raise refusal(wrong, "set parallel: fsdp, or remove the key", "shard_size")
         if self.world_size % size:
             wrong = f"{size} does not divide world_size {self.world_size} into whole copies"
-            raise refusal(wrong, "set a divisor of world_size", "shard_size")
+            raise refusal(wrong, "set a divisor of world_size, or null", "shard_size")
         return self
 
 

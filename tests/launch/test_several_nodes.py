@@ -113,6 +113,20 @@ except ConfigError as error:
     assert "0 GPU and 0.75 CPU, 0 GPU and 0.75 CPU, all on one node; " in told
 
 
+def test_copies_do_not_take_the_node_of_a_larger_engine(nodes):
+    """An engine that needs a whole node, and two copies that fit the other one."""
+    code = """
+from contextlib import ExitStack
+from launch.processes.cluster import reserve
+from launch.processes.placement import Placement, Resources
+engine, rank = Resources(1.0, 0.0), Resources(0.25, 0.0)
+with ExitStack() as ends:
+    placement = Placement((engine,), (rank,) * 4, 4, None, None, shard_size=2)
+    print(len(reserve(placement, 10.0, ends)))
+"""
+    assert printed_by(code, nodes).split() == ["5"]
+
+
 ASKED = [
     f"ray_rollmatch_{name}" for name in ("loss", "phase_seconds", "tokens_per_s", "weight_version")
 ]

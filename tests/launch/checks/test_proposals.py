@@ -148,6 +148,20 @@ def test_a_run_that_recomputes_more_than_its_memory_demands_is_told_what_fits(
     assert less_recomputation(config(), fits_on(qwen, 10**12)) is None
 
 
+def test_a_tower_that_is_not_trained_is_not_named_as_recomputed(config, qwen):
+    frozen = {"training__parts": {"vision_tower": {"frozen": True}}}
+    run = config(model__gradient_checkpointing=True, **frozen)
+    size = math.ceil(estimate(run, qwen).total / 0.92)
+    assert less_recomputation(run, fits_on(qwen, size)) is None
+
+
+def test_a_run_that_keeps_its_towers_activations_is_told_to_recompute_them(config, qwen):
+    recomputed = {"model__gradient_checkpointing": True}
+    size = math.ceil(estimate(config(**recomputed), qwen).total / 0.92)
+    found = proposed(config(**recomputed, model__recompute_tower=False), qwen, size)
+    assert found[0].overrides == ("model.recompute_tower=true",)
+
+
 def test_cheaper_keys_come_first_none_is_needless_and_contradictions_are_left_out(config, qwen):
     found = proposed(config(), qwen, 40 * GIB)
     assert found

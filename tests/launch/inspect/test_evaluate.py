@@ -146,6 +146,8 @@ NO_QUEUE = {"stage2_ab__channel_b": {"enable_pipeline": False}}
         },
         {
             "learner__world_size": 2,
+            "learner__parallel": "fsdp",
+            "learner__shard_size": 2,
             "training__per_device_train_batch_size": 1,
             "training__effective_batch_size": 4,
             "training__gradient_accumulation_steps": 2,

@@ -96,6 +96,8 @@ def test_copies_for_which_nodes_have_no_room_are_refused(config):
     three = "the nodes of the cluster have room for 1 of the 2 copies"
     with pytest.raises(ConfigError, match=rf"learner\.shard_size: 3 ranks.*{three}"):
         plan_placement(config(**wide), [*nodes[:1], *[Resources(cpus=16, gpus=2)] * 3])
+    tenths = COPIES | {"learner__world_size": 10, "learner__cpus": 0.1, **COLOCATE}
+    assert len(plan_placement(config(**tenths), [Resources(cpus=1, gpus=0)]).groups) == 5
 
 
 TWO_NODES = GPUS * 2
