@@ -58,7 +58,6 @@ from launch.processes.placement import Placement, Resources, plan_placement
 from launch.processes.ray_connection import cluster_nodes
 from launch.processes.threads import describe_threads
 from launch.run_folder.console import make_console
-from launch.run_folder.folder import require_readable
 from launch.run_folder.resume import resumed
 from launch.tools.demo.once import make_missing_demo_files, untrained_model
 from learner.host_memory import in_gib
@@ -128,6 +127,8 @@ def main(composed: DictConfig) -> None:
             if point is not None:
                 for line in point.describe(config):
                     console.print(line, markup=False, highlight=False)
+                from launch.run_folder.folder import require_readable
+
                 require_readable(config.telemetry.run_dir)
         with vllm_import(config.rollout_matching, config.timeouts.start_s) as import_problems:
             findings = preflight(config)
