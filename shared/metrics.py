@@ -53,6 +53,8 @@ TASK_FAMILY = "rollout/reward/"
 """Prefix of the mean reward in each environment of an `EnvGroup`, which names its environments."""
 SOURCE_FAMILY = "source/"
 """Prefix of the metrics of each data file, if `data.train` lists several files."""
+IDLE_FAMILY = "time/idle/"
+"""Prefix of the idle share of each process: an engine, an environment actor, a learner rank."""
 _NAMED = (REWARD_FAMILY, TASK_FAMILY)
 
 _TABLE = """
@@ -112,6 +114,11 @@ rollout/num_overlong | sum | Truncated rollouts of environments that ended becau
     did not fit.
 rollout/num_fallback | sum | Rollouts from which nothing could be kept: the prefix has no objects.
 rollout/num_valid_objects | sum | Predicted objects that are valid.
+rollout/num_doubles | sum | Valid objects that repeat an earlier one of their answer: the same name,
+    and no coordinate differs by more than 5 bins.
+rollout/top_name_share | mean | Share of the most frequent name among a learner rank's valid
+    objects.
+rollout/top_name_share_of_truth | mean | The same among ground-truth objects.
 rollout/num_dropped_objects | sum | Predicted entries that were dropped.
 rollout/num_dropped.<reason> | sum | Entries dropped as `<reason>`; absent at 0.
 rollout/num_objects_after_close | sum | Objects after the end of the container, as in a second list.
@@ -252,6 +259,10 @@ time/sync_s | step | Seconds of the sync.
 time/queue_wait_s | step | Seconds that the learner was idle because the next round was not ready.
 time/save_s | step | Seconds that the run waited for checkpoints since the step before; absent if it
     did not wait.
+time/bounded_by | step | What bounded most of the step: generation, straggler, learning, ranks,
+    sync, data or driver (docs/how_to/doctor.md).
+time/idle/<process> | step | Share of the step in which a rollout actor, environment actor or
+    learner rank did not work.
 time/replace_s | step | Longest time for which a lost actor was not replaced; absent if none was
     lost.
 """
@@ -282,14 +293,16 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 def metric_of(name: str) -> Metric | None:
     """Return the metric with this name, or None if no metric may have it.
 
-    It may be a row of the metric table, or have one of three prefixes. `reward/` and
-    `rollout/reward/` precede names from environments, `source/` names of data files. An unknown
-    name after `loss/` is a term of an objective (`term_names`).
+    It may be a row of the metric table, or have one of four prefixes. `reward/` and
+    `rollout/reward/` precede names from environments, `source/` names of data files, `time/idle/`
+    names of processes. An unknown name after `loss/` is a term of an objective (`term_names`).
     """
     if name.startswith(REWARD_FAMILY):
         return BY_NAME[f"{REWARD_FAMILY}<function>"]
     if name.startswith(TASK_FAMILY):
         return BY_NAME[f"{TASK_FAMILY}<task>"]
+    if name.startswith(IDLE_FAMILY):
+        return BY_NAME[f"{IDLE_FAMILY}<process>"]
     if name.startswith(SOURCE_FAMILY):
         return BY_NAME.get(f"{name.rpartition('/')[0]}/<source>")
     if name not in BY_NAME and name.startswith("loss/"):

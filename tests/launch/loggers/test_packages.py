@@ -35,8 +35,8 @@ from shared.rollouts import SyncReport
 from shared.run_files import Span
 from shared.schedule import RunSchedule
 
-TEXTS = {"rollout/decode_mode", "sync/mode", "sync/version"}
-"""Metrics that the driver sets, two of them texts."""
+TEXTS = {"rollout/decode_mode", "sync/mode", "sync/version", "time/bounded_by"}
+"""Metrics that the driver sets, three of them texts."""
 EVERY_METRIC = {
     metric.name.replace("<function>", "correct"): float(number)
     for number, metric in enumerate(METRICS)
