@@ -26,6 +26,8 @@ NO_OBJECTS = 0.1
 """Valid objects per ground-truth object at which a model counts as writing none."""
 LEAST_RISE = 0.1
 """Least change of a reward or match rate, as a share of the larger value, that counts as a rise."""
+NO_SIGNAL = 0.6
+"""Share of groups without signal from which most rollouts teach nothing."""
 BEFORE = 20
 """Maximum number of steps that a judged window is compared with."""
 CLEAR = 3.0
@@ -128,27 +130,33 @@ def _metric(name: str) -> Figure:
     return lambda line, _config: line.get(name)
 
 
+def _has(line: Line, *counts: str) -> bool:
+    """Return whether a line has all these counts of rollouts, and any rollouts."""
+    return line.get("rollout/num", 0) > 0 and all(f"rollout/{name}" in line for name in counts)
+
+
 def _left_open(line: Line, _config: RunConfig) -> float | None:
-    """Return the share of answers that the model ended before the container was closed."""
-    if "rollout/num_valid_objects" not in line or not line["rollout/num"]:
+    """Return the share of answers that opened, and that the model ended before they were closed."""
+    if not _has(line, "num_fallback", "num_truncated", "num_length_limited"):
         return None
     open_ = line["rollout/num_truncated"] - line["rollout/num_length_limited"]
     return max(0.0, open_ - line["rollout/num_fallback"]) / float(line["rollout/num"])
 
 
 def _never_opened(line: Line, _config: RunConfig) -> float | None:
-    # `{}` counts as a fallback, too, but is not cut off or left open.
-    if "rollout/num_fallback" not in line or not line["rollout/num"]:
+    if not _has(line, "num_fallback", "num_truncated"):
         return None
+    # An empty list is a fallback, too, but is closed.
     broken = min(line["rollout/num_fallback"], line["rollout/num_truncated"])
     return float(broken) / float(line["rollout/num"])
 
 
 def _top_name(line: Line, _config: RunConfig) -> float | None:
-    if line.get("rollout/num_valid_objects", 0) < LEAST_OBJECTS:
+    if not _has(line, "num_valid_objects", "top_name_share", "top_name_share_of_truth"):
         return None
-    truth = line.get("rollout/top_name_share_of_truth")
-    return None if truth is None else float(line["rollout/top_name_share"] - truth)
+    if line["rollout/num_valid_objects"] < LEAST_OBJECTS:
+        return None
+    return float(line["rollout/top_name_share"] - line["rollout/top_name_share_of_truth"])
 
 
 def _length(line: Line, config: RunConfig) -> float | None:
@@ -243,10 +251,13 @@ def _gap_grows(history: History, rule: Rule) -> float | None:
 
 
 def _cut(history: History, rule: Rule) -> float | None:
-    # The reward of an environment may not need the end of an answer, which shows after some steps.
-    is_early = len(history.of(rule.figure)) < BEFORE // 2
-    if history.config.algorithm.uses_environment and (is_early or history.learns(rule.window)):
-        return None
+    if history.config.algorithm.uses_environment:
+        # A reward may not need the end of an answer: then answers were always cut, and differ.
+        first, _ = history.ends(rule.figure, rule.window)
+        signal = history.of("groups without signal")[-BEFORE // 2 :]
+        differ = first >= rule.threshold and fmean(signal) < NO_SIGNAL
+        if first != first or differ or history.learns(rule.window):
+            return None
     return above(history, rule)
 
 
@@ -257,13 +268,17 @@ def _to_the_limit(history: History, rule: Rule) -> float | None:
 
 def _drop_reason(history: History, rule: Rule) -> float | None:
     """Judge by how much the share of entries dropped for one reason is above that before."""
-    lines = [one for one in history.steps[-4 * BEFORE :] if "rollout/num_dropped_objects" in one]
+    counts = ("num_valid_objects", "num_dropped_objects")
+    lines = [one for one in history.steps[-4 * BEFORE :] if _has(one, *counts)]
     lines = lines[-BEFORE - rule.window :]
     if len(lines) < 2 * rule.window:
         return None
     prefix = "rollout/num_dropped."
     rises = []
-    for name in {name for one in lines[-rule.window :] for name in one if name.startswith(prefix)}:
+    last = lines[-rule.window :]
+    for name in {name for one in last for name in one if name.startswith(prefix)}:
+        if median(one.get(name, 0.0) for one in last) < LEAST_OBJECTS:
+            continue
         shares = [
             one.get(name, 0.0)
             / max(1, one["rollout/num_valid_objects"] + one["rollout/num_dropped_objects"])
@@ -286,7 +301,7 @@ def _gradient_jumps(history: History, rule: Rule) -> float | None:
 
 
 def _uncalled(history: History, rule: Rule) -> float | None:
-    if not history.of(rule.figure) or any(history.of(rule.figure)):
+    if any(history.of("tool calls")):
         return None
     offered = sum(line["rollout/num"] for line in history.steps if "rollout/num_tool_calls" in line)
     return _beyond([float(offered)], rule)

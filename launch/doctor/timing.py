@@ -102,10 +102,12 @@ class StepTimes:
                     one.learned_at_s = max(one.learned_at_s, span.end_s)
                     index += 1
                 else:
-                    number = int(span.args["last_position"]) - int(span.args["first_position"]) + 1
+                    first, last = span.args["first_position"], span.args["last_position"]
+                    assert isinstance(first, int), "positions are numbers"
+                    assert isinstance(last, int)
                     one.start_s = min(one.start_s, span.start_s)
                     one.ends_s[span.track] = max(one.ends_s.get(span.track, 0.0), span.end_s)
-                    one.num[span.track] = one.num.get(span.track, 0) + number
+                    one.num[span.track] = one.num.get(span.track, 0) + last - first + 1
         return cls(
             step_s=line["time/step_s"],
             rounds=tuple(one for one in rounds if one.ends_s),
@@ -152,11 +154,11 @@ class StepTimes:
     def metrics(self) -> dict[str, float | str]:
         """Return the metrics of the verdict: `time/bounded_by` and `time/idle/<process>`."""
         bounds = self.bounds()
-        idle = {
-            f"{IDLE_FAMILY}{name}": max(0.0, 1 - busy_s / max(1e-9, self.step_s))
-            for name, busy_s in self.busy_s.items()
-        }
+        idle = {f"{IDLE_FAMILY}{name}": self.idle_share(name) for name in self.busy_s}
         return {"time/bounded_by": max(bounds, key=bounds.__getitem__), **idle}
+
+    def idle_share(self, process: str) -> float:
+        return max(0.0, 1 - self.busy_s.get(process, 0.0) / max(1e-9, self.step_s))
 
 
 def _union_s(times: list[tuple[float, float]]) -> float:
@@ -359,6 +361,12 @@ def _with(section: Any, key: str, value: object) -> Any:
     return section.model_copy(update={name: inner})
 
 
+def _with_engine(model: StepModel, config: RunConfig) -> StepModel:
+    """Return the model with one more engine, like the last one and as fast as the median."""
+    devices = (*model.devices, model.devices[-1])
+    return replace(model, config=config, devices=devices, factors=(*model.factors, 1.0))
+
+
 Try = Callable[[StepModel], StepModel]
 
 
@@ -368,9 +376,9 @@ def _candidates(model: StepModel, steps: Sequence[StepTimes]) -> Iterator[tuple[
     section = config.rollout_matching
     location = section.backend.location
 
-    def setting(key: str, value: object, **others: Any) -> tuple[str, Try]:
+    def setting(key: str, value: object) -> tuple[str, Try]:
         text = f"{key}={str(value).lower()}"
-        return text, lambda one: replace(one, config=_with(one.config, key, value), **others)
+        return text, lambda one: replace(one, config=_with(one.config, key, value))
 
     def learning(text: str, part: float) -> tuple[str, Try]:
         """Let the learner need this part of its seconds."""
@@ -378,15 +386,12 @@ def _candidates(model: StepModel, steps: Sequence[StepTimes]) -> Iterator[tuple[
             one, learn_s=one.learn_s * part, finish_s=one.finish_s * part
         )
 
-    more = {
-        "devices": (*model.devices, model.devices[-1]),
-        "factors": (*model.factors, 1.0),
-    }
-    number = len(more["devices"])
+    number = len(model.devices) + 1
     if location is EngineLocation.ACTORS:
-        yield setting("rollout_matching.vllm.actors.num_actors", number, **more)
+        key = "rollout_matching.vllm.actors.num_actors"
+        yield f"{key}={number}", lambda one: _with_engine(one, _with(one.config, key, number))
     elif location is EngineLocation.SERVERS:
-        yield f"{number} servers", lambda one: replace(one, **more)
+        yield f"{number} servers", lambda one: _with_engine(one, one.config)
     if location is not EngineLocation.RANKS:
         yield setting("learner.world_size", config.learner.world_size + 1)
         if not config.stage2_ab.channel_b.enable_pipeline:
@@ -428,10 +433,7 @@ def verdict(config: RunConfig, devices: Sequence[int], steps: Sequence[StepTimes
     order = sorted(parts, key=parts.__getitem__, reverse=True)
     shares = [f"{name} {parts[name] / step_s:.0%}" for name in order if parts[name] >= step_s / 100]
     names = sorted({name for step in steps for name in step.busy_s})
-    idle = [
-        f"{name} {1 - fmean(step.busy_s.get(name, 0.0) / step.step_s for step in steps):.0%}"
-        for name in names
-    ]
+    idle = [f"{name} {fmean(step.idle_share(name) for step in steps):.0%}" for name in names]
     text = f"{len(steps)} steps of {step_s:.2f} s: bounded by {', '.join(shares)}; idle:"
     text += f" {', '.join(idle)}"
     with_rounds = [step for step in steps if step.rounds]

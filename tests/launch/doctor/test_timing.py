@@ -220,7 +220,7 @@ class _Learner:
         return WeightOffer(self.version, "gloo", terms, CanaryProbe((1,), (), (1,), (), 1e-4))
 
     def send_weights(self, offer: WeightOffer) -> Any:
-        return _done(SendReport({"wire": 0.0}))
+        return _done(SendReport({"send_wire": 0.0}))
 
     def sync_done(self, noise: Any) -> None:
         pass
@@ -382,7 +382,7 @@ def test_the_verdict_of_a_run_that_has_ended_is_read_from_its_timeline(tmp_path:
         pytest.approx(one.bounds(), abs=1e-4) for one in world.times
     ]
     line = verdict(case.config, case.devices, read)
-    assert line.startswith("10 steps of 12.")
+    assert line.startswith("10 steps of 13.29 s: ")
     assert "bounded by generation 8" in line
     assert "would save of a channel-B step: rollout_matching." in line
 
