@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan, prod
+from math import isnan, nan, prod
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -112,8 +112,6 @@ class Rule:
     """Rules after whose finding this one is not told, because it has the same cause."""
 
 
-# Figures of a step
-
 Figure = Callable[[Line, RunConfig], float | None]
 
 
@@ -203,12 +201,15 @@ FIGURES: dict[str, Figure] = {
     "carried segments / segments of a step": _share("packing/num_carried", "packing/num_segments"),
     "distance from coordinates (w1)": _metric("loss/coord_reg.w1"),
     "text loss": _metric("loss/token_ce"),
+    "lr_warmup_steps / steps of the run": lambda _line, config: (
+        config.training.lr_warmup_steps / config.training.num_steps
+    ),
+    "frozen language model (1: yes)": lambda _line, config: float(
+        config.training.parts.language_model.frozen
+    ),
     "tool calls": _metric("rollout/num_tool_calls"),
 }
 """The figures that general judges read, as numbers of one step; None if a step has none."""
-
-
-# Judges
 
 
 def above(history: History, rule: Rule) -> float | None:
@@ -254,9 +255,9 @@ def _cut(history: History, rule: Rule) -> float | None:
     if history.config.algorithm.uses_environment:
         # A reward may not need the end of an answer: then answers were always cut, and differ.
         first, _ = history.ends(rule.figure, rule.window)
-        signal = history.of("groups without signal")[-BEFORE // 2 :]
-        differ = first >= rule.threshold and fmean(signal) < NO_SIGNAL
-        if first != first or differ or history.learns(rule.window):
+        without = fmean(history.of("groups without signal")[-BEFORE // 2 :] or [0.0])
+        differ = first >= rule.threshold and without < NO_SIGNAL
+        if isnan(first) or differ or history.learns(rule.window):
             return None
     return above(history, rule)
 
@@ -295,9 +296,8 @@ def _gradient_jumps(history: History, rule: Rule) -> float | None:
         return None
     same = [one for one in history.steps[-2 * BEFORE : -1] if one["channel"] == last["channel"]]
     norms = [one["optim/grad_norm"] for one in same if one.get("optim/grad_norm")]
-    if len(norms) < BEFORE // 2:
-        return None
-    return _beyond([last["optim/grad_norm"] / median(norms)], rule)
+    is_early = len(norms) < BEFORE // 2
+    return None if is_early else _beyond([last["optim/grad_norm"] / median(norms)], rule)
 
 
 def _uncalled(history: History, rule: Rule) -> float | None:
@@ -308,13 +308,11 @@ def _uncalled(history: History, rule: Rule) -> float | None:
 
 
 def _carry_grows(history: History, rule: Rule) -> float | None:
-    values = history.of(rule.figure)
-    half = rule.window // 2
+    values = history.of(rule.figure)[-rule.window :]
     if len(values) < rule.window:
         return None
-    before = median(values[-rule.window : -half])
-    last = median(values[-half:])
-    return last if last >= rule.threshold and last >= 1.5 * before else None
+    before, last = (median(half) for half in np.array_split(values, 2))
+    return float(last) if last >= max(rule.threshold, 1.5 * before) else None
 
 
 def _frozen_vision(history: History, rule: Rule) -> float | None:
@@ -330,7 +328,7 @@ def _frozen_vision(history: History, rule: Rule) -> float | None:
 
 def _held_out_falls(history: History, rule: Rule) -> float | None:
     """Judge by what share the last reports are below the best, if training improves meanwhile."""
-    scored = [one for one in history.reports if one.get("score") is not None]
+    scored = [one for one in history.reports if one["score"] is not None]
     if len(scored) <= rule.window:
         return None
     best = max(scored, key=lambda one: one["score"])
@@ -341,10 +339,8 @@ def _held_out_falls(history: History, rule: Rule) -> float | None:
         lines = [line for line in history.steps if name in line]
         before = [sign * line[name] for line in lines if line["step"] <= best["step"]][-BEFORE:]
         after = [sign * line[name] for line in lines if line["step"] > best["step"]][-BEFORE:]
-        if before or after:
-            if not before or not after or median(after) <= median(before):
-                return None
-            return fall
+        if before and after:
+            return fall if median(after) > median(before) else None
     return None
 
 
@@ -353,15 +349,10 @@ def _class_falls(history: History, rule: Rule) -> float | None:
     if len(history.classes) < rule.window:
         return None
     first, last = history.classes[0], history.classes[-1]
-    scores = history.reports[0].get("score"), history.reports[-1].get("score")
-    if scores[0] is None or scores[1] is None or scores[1] < scores[0]:
+    if (history.reports[-1]["score"] or 0.0) < (history.reports[0]["score"] or 0.0):
         return None
-    falls = [
-        f1 - last[name][0]
-        for name, (f1, count) in first.items()
-        if name in last and count >= LEAST_OBJECTS
-    ]
-    return _beyond(falls, rule)
+    both = [name for name in first if name in last and first[name][1] >= LEAST_OBJECTS]
+    return _beyond([first[name][0] - last[name][0] for name in both], rule)
 
 
 def _source_falls(history: History, rule: Rule) -> float | None:
@@ -379,7 +370,7 @@ def _source_falls(history: History, rule: Rule) -> float | None:
         if median(one[whole] for one in last) < 0.9 * median(one[whole] for one in first):
             continue
         falls = []
-        for name in {name for line in last for name in line if name.startswith(family)}:
+        for name in (name for name in lines[-1] if name.startswith(family)):
             before = [one[name] for one in first if name in one]
             after = [one[name] for one in last if name in one]
             if before and after and median(before) > 0:
@@ -424,14 +415,6 @@ def _beyond(values: Sequence[float], rule: Rule) -> float | None:
     return most if most >= rule.threshold else None
 
 
-# Judges of the configuration
-
-
-def _warm_up(history: History, rule: Rule) -> float | None:
-    training = history.config.training
-    return _beyond([training.lr_warmup_steps / training.num_steps], rule)
-
-
 def _rate(history: History, rule: Rule) -> float | None:
     """Judge the factor by which a peak learning rate is outside of the usual range."""
     config = history.config
@@ -447,10 +430,6 @@ def _rate(history: History, rule: Rule) -> float | None:
         if not part.frozen
     ]
     return _beyond([factor for rate in rates for factor in (rate / high, low / rate)], rule)
-
-
-def _frozen_language(history: History, rule: Rule) -> float | None:
-    return _beyond([float(history.config.training.parts.language_model.frozen)], rule)
 
 
 def _num_parameters(config: RunConfig) -> int | None:
@@ -476,97 +455,91 @@ JUDGES: dict[str, Judge] = {
     "to the limit": _to_the_limit,
     "gap": _gap_grows,
     "jump": _gradient_jumps,
-    "warm-up": _warm_up,
     "carry": _carry_grows,
-    "language": _frozen_language,
     "vision": _frozen_vision,
     "rate": _rate,
     "tools": _uncalled,
 }
 
 _TABLE = """
-answers never open | answers that never open | above | 0.5 | 3 | tutorials/detection.md |
-    the model does not write the answer format, so nothing can be matched |
-    train longer on ground truth first (stage2_ab.schedule.warmup_steps), or begin from a checkpoint
-    that knows the format; check data.answer_format
-answers left open | answers left open | above | 0.3 | 3 | tutorials/detection.md |
-    the model ends its answers before they are closed |
-    more steps of channel A (warmup_steps, a lower b_ratio); look at one with `show-sample`
-answers cut by length | answers cut by length | cut | 0.3 | 3 | how_to/troubleshooting.md |
-    answers reach max_new_tokens, so their ends are neither seen nor learned |
-    raise rollout_matching.max_new_tokens, set decoding.stop, or turn on repeat_terminate |
-    answers never open
-no valid objects | valid objects / ground truth | below | 0.1 | 4 | tutorials/detection.md |
-    the model is too weak to learn from its own rollouts yet |
-    more steps of channel A: a longer warmup_steps, a lower b_ratio, or another checkpoint |
-    answers never open
-no matches | match rate | matches | 0.05 | 4 | tutorials/detection.md |
-    objects are valid, but almost none matches the ground truth |
-    more steps of channel A, or begin with a smaller gate (maskiou_gate, maskiou_gate_schedule)
-doubles | doubles / valid objects | above | 0.2 | 4 | explanation/objectives.md |
-    the model writes the same object several times |
-    trim_trailing_false_positives, repetition_penalty, or a lower b_ratio
+answers never open | answers that never open | above | 0.5 | 3 | tutorials/detection.md | the model
+    does not write the answer format, so nothing can be matched | train longer on ground truth first
+    (stage2_ab.schedule.warmup_steps), or begin from a checkpoint that knows the format; check
+    data.answer_format
+answers left open | answers left open | above | 0.3 | 3 | tutorials/detection.md | the model ends
+    its answers before they are closed | more steps of channel A (warmup_steps, a lower b_ratio);
+    look at one with `show-sample`
+answers cut by length | answers cut by length | cut | 0.3 | 3 | how_to/troubleshooting.md | answers
+    reach max_new_tokens, so their ends are neither seen nor learned | raise
+    rollout_matching.max_new_tokens, set decoding.stop, or turn on repeat_terminate | answers never
+    open
+no valid objects | valid objects / ground truth | below | 0.1 | 4 | tutorials/detection.md | the
+    model is too weak to learn from its own rollouts yet | more steps of channel A: a longer
+    warmup_steps, a lower b_ratio, or another checkpoint | answers never open
+no matches | match rate | matches | 0.05 | 4 | tutorials/detection.md | objects are valid, but
+    almost none matches the ground truth | more steps of channel A, or begin with a smaller gate
+    (maskiou_gate, maskiou_gate_schedule)
+doubles | doubles / valid objects | above | 0.2 | 4 | explanation/objectives.md | the model writes
+    the same object several times | trim_trailing_false_positives, repetition_penalty, or a lower
+    b_ratio
 a drop reason jumps | rise of a reason's share of entries | rise of a reason | 0.15 | 3 |
-    how_to/troubleshooting.md | a part of the answer's format is being unlearned |
-    see which `rollout/num_dropped.*` rises and look at it with `show-sample`; lower
-    training.learning_rate
+    how_to/troubleshooting.md | a part of the answer's format is being unlearned | see which
+    `rollout/num_dropped.*` rises and look at it with `show-sample`; lower training.learning_rate
 class collapse | share of the top name, above the truth's | above | 0.4 | 4 |
-    explanation/objectives.md | almost all objects get the same name |
-    raise desc_ce_weight, balance data.train, or lower training.learning_rate
+    explanation/objectives.md | almost all objects get the same name | raise desc_ce_weight, balance
+    data.train, or lower training.learning_rate
 a class falls | fall of a class's held-out F1 while the score rises | class | 0.3 | 2 |
     how_to/mix_data.md | one class is unlearned | give it more rows: data.train with weights
 a source falls | fall of a source's match rate or a task's reward | source | 0.3 | 5 |
-    how_to/mix_data.md | one source gets worse while the whole does not |
-    change the weights of data.train, or the share of the environment
+    how_to/mix_data.md | one source gets worse while the whole does not | change the weights of
+    data.train, or the share of the environment
 entropy collapse | entropy / entropy at the start | falls | 0.1 | 4 | tutorials/language_model.md |
-    the policy does not explore any more, and the reward does not rise |
-    lower training.learning_rate, add reference_kl, or raise decoding.temperature
-no signal | groups without signal | signal | 0.6 | 6 | tutorials/language_model.md |
-    rewards of a group are all equal, so its rollouts teach nothing |
-    raise decoding.temperature or rollouts_per_example, use easier rows or refill_rounds, or give
-    the reward in parts
+    the policy does not explore any more, and the reward does not rise | lower
+    training.learning_rate, add reference_kl, or raise decoding.temperature
+no signal | groups without signal | signal | 0.6 | 6 | tutorials/language_model.md | rewards of a
+    group are all equal, so its rollouts teach nothing | raise decoding.temperature or
+    rollouts_per_example, use easier rows or refill_rounds, or give the reward in parts
 one part pays | loss of a reward part / gain of another | one part | 0.25 | 10 |
-    tutorials/language_model.md | the reward rises through one part while another falls |
-    lower the weight of the part that rises, or limit it
-held-out falls | fall of the held-out score below its best | held out | 0.1 | 2 |
-    how_to/evaluate.md | training improves while the held-out score falls: overfitting, or a reward
-    that is gamed | use the best checkpoint (checkpoint.keep_best), more data, or another reward
+    tutorials/language_model.md | the reward rises through one part while another falls | lower the
+    weight of the part that rises, or limit it
+held-out falls | fall of the held-out score below its best | held out | 0.1 | 2 | how_to/evaluate.md
+    | training improves while the held-out score falls: overfitting, or a reward that is gamed | use
+    the best checkpoint (checkpoint.keep_best), more data, or another reward
 length runs to the limit | length / max_new_tokens | to the limit | 0.8 | 4 |
-    tutorials/language_model.md | answers grow towards max_new_tokens |
-    let length cost reward, or turn on repeat_terminate
+    tutorials/language_model.md | answers grow towards max_new_tokens | let length cost reward, or
+    turn on repeat_terminate
 length runs to nothing | length / max_new_tokens | falls | 0.3 | 4 | tutorials/language_model.md |
-    answers shrink without a gain: the model learns to end at once |
-    check the reward of short answers, and how the end is taught (fp_end_weight)
+    answers shrink without a gain: the model learns to end at once | check the reward of short
+    answers, and how the end is taught (fp_end_weight)
 learner and engine part | difference of log-probabilities / its floor | gap | 4 | 3 |
     how_to/troubleshooting.md | learner and engines compute ever more different probabilities |
     compare processor, dtype and head_dtype; lower staleness or training.learning_rate
 ratios at the cap | tokens with a ratio above ratio_cap | above | 0.05 | 3 |
-    tutorials/language_model.md | the policy is far from the one that sampled |
-    lower training.learning_rate, updates_per_batch or max_staleness
-gradient jumps | gradient norm / median before | jump | 10 | 1 | how_to/troubleshooting.md |
-    an update is far larger than those before | look at the step's samples; set max_grad_norm, or
-    lower training.learning_rate
-no gradient | updates without gradient | mean above | 0.5 | 6 | explanation/objectives.md |
-    updates change nothing, although there are rewards or targets |
-    check the weights of the objective's modules, the advantages, and which parts are frozen
-always warming up | lr_warmup_steps / steps of the run | warm-up | 0.5 | 1 |
-    how_to/troubleshooting.md | the learning rate is below its peak for most of the run |
-    lower training.lr_warmup_steps, or train longer
+    tutorials/language_model.md | the policy is far from the one that sampled | lower
+    training.learning_rate, updates_per_batch or max_staleness
+gradient jumps | gradient norm / median before | jump | 10 | 1 | how_to/troubleshooting.md | an
+    update is far larger than those before | look at the step's samples; set max_grad_norm, or lower
+    training.learning_rate
+no gradient | updates without gradient | mean above | 0.5 | 6 | explanation/objectives.md | updates
+    change nothing, although there are rewards or targets | check the weights of the objective's
+    modules, the advantages, and which parts are frozen
+always warming up | lr_warmup_steps / steps of the run | above | 0.5 | 1 |
+    how_to/troubleshooting.md | the learning rate is below its peak for most of the run | lower
+    training.lr_warmup_steps, or train longer
 carried segments grow | carried segments / segments of a step | carry | 1 | 8 |
-    explanation/objectives.md | more segments are generated than learned, and they get old |
-    lower per_device_train_batch_size, or raise global_max_length
-frozen language model | frozen language model (1: yes) | language | 1 | 1 |
-    how_to/memory_and_adapters.md | the part that writes the answers does not learn |
-    set training.parts.language_model.frozen: false
-frozen vision | distance from coordinates (w1) | vision | 0.05 | 10 |
-    how_to/memory_and_adapters.md | the text improves and the coordinates do not, while the vision
-    tower or the aligner is frozen | set training.parts.vision_tower.frozen and aligner.frozen:
-    false
+    explanation/objectives.md | more segments are generated than learned, and they get old | lower
+    per_device_train_batch_size, or raise global_max_length
+frozen language model | frozen language model (1: yes) | above | 1 | 1 |
+    how_to/memory_and_adapters.md | the part that writes the answers does not learn | set
+    training.parts.language_model.frozen: false
+frozen vision | distance from coordinates (w1) | vision | 0.05 | 10 | how_to/memory_and_adapters.md
+    | the text improves and the coordinates do not, while the vision tower or the aligner is frozen
+    | set training.parts.vision_tower.frozen and aligner.frozen: false
 unusual learning rate | learning rate / limit of the usual range | rate | 1.001 | 1 |
     how_to/memory_and_adapters.md | models of this size, or adapters, usually take another rate |
     move training.learning_rate (or parts.*.learning_rate) towards the range
-uncalled tools | rollouts with tools and no call | tools | 8 | 1 | reference/environments.md |
-    no rollout has called a tool, although tools were offered | read answers: the chat template must
+uncalled tools | rollouts with tools and no call | tools | 8 | 1 | reference/environments.md | no
+    rollout has called a tool, although tools were offered | read answers: the chat template must
     show the tools, and environment.tool_call_parser must read the calls
 """
 """One rule per line: name, figure, judge, threshold, window, page, cause, remedy, explained by."""

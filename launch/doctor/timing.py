@@ -21,12 +21,14 @@ from shared.config import RunConfig
 from shared.config.rollout import EngineLocation
 from shared.metrics import IDLE_FAMILY
 from shared.run_files import Span
+from shared.schedule import RunSchedule
 
 DRAW = ("draw samples", "draw again")
-LEARN = ("learn round", "finish step")
 WAITS = ("wait for ranks", "reduce gradients")
 VERDICT_STEPS = 20
 """Number of steps after which a verdict is printed."""
+EXPLAINED = 0.75
+"""Least share of the variance of learning times that rows and tokens must explain."""
 LEAST_GAIN = 0.03
 """Least share of a step that a change must save to be recommended."""
 
@@ -275,11 +277,8 @@ def fitted(
     names = list(dict.fromkeys(name for step in steps for one in step.rounds for name in one.num))
     by_engine = len(names) == len(devices)
     points: list[tuple[int, int, float]] = []
-    learned: list[tuple[int, float]] = []
     for step in steps:
         for index, one in enumerate(step.rounds):
-            if index < len(algebra.rounds):
-                learned.append((max(map(len, algebra.rounds[index])), one.learn_s))
             if by_engine:
                 points += [
                     (names.index(name), one.num[name], end_s - one.start_s)
@@ -297,24 +296,16 @@ def fitted(
             slow = [median(ratios.get(engine, [1.0])) for engine in range(len(devices))]
             factors = [one / median(slow) for one in slow]
             laws = Law.fitted([(n, s / factors[engine]) for engine, n, s in points])
-    learn_s = sum(s for _, s in learned) / max(1, sum(n for n, _ in learned))
+    learned = sum(max(map(len, ranks)) for ranks in algebra.rounds)
+    learn_s = fmean(sum(one.learn_s for one in step.rounds) for step in steps) / learned
+    draw_s = fmean(step.draw_s for step in steps)
+    finish_s = fmean(step.finish_s for step in steps)
     rest_s = fmean(step.sync_s for step in steps)
     if not config.rollout_matching.max_staleness:
         # With staleness, the rest of a step is also a wait for the next step's first round.
         rest_s += fmean(step.bounds()["driver"] for step in steps)
-    return tuple(
-        StepModel(
-            config,
-            tuple(devices),
-            law,
-            tuple(factors),
-            learn_s,
-            fmean(step.draw_s for step in steps),
-            fmean(step.finish_s for step in steps),
-            rest_s,
-        )
-        for law in laws
-    )
+    rest = (tuple(factors), learn_s, draw_s, finish_s, rest_s)
+    return tuple(StepModel(config, tuple(devices), law, *rest) for law in laws)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +377,7 @@ def _candidates(model: StepModel, steps: Sequence[StepTimes]) -> Iterator[tuple[
             one, learn_s=one.learn_s * part, finish_s=one.finish_s * part
         )
 
+    all_b = config.num_b_steps == config.training.num_steps
     number = len(model.devices) + 1
     if location is EngineLocation.ACTORS:
         key = "rollout_matching.vllm.actors.num_actors"
@@ -396,7 +388,7 @@ def _candidates(model: StepModel, steps: Sequence[StepTimes]) -> Iterator[tuple[
         yield setting("learner.world_size", config.learner.world_size + 1)
         if not config.stage2_ab.channel_b.enable_pipeline:
             yield setting("stage2_ab.channel_b.enable_pipeline", True)
-        elif section.max_staleness == 0 and config.num_b_steps == config.training.num_steps:
+        elif not section.max_staleness and not RunSchedule(config).refill_rounds and all_b:
             yield setting("rollout_matching.max_staleness", 1)
     size = section.decode_batch_size
     yield setting("rollout_matching.decode_batch_size", 2 * size)
@@ -416,8 +408,10 @@ def _row_s(steps: Sequence[StepTimes]) -> float | None:
     rows = np.array([[step.num_rows, step.num_tokens] for step in steps])
     if len(steps) < 6 or np.linalg.matrix_rank(rows) < 2:
         return None
-    row_s, token_s = np.linalg.lstsq(rows, np.array([one.learn_s for one in steps]), rcond=None)[0]
-    return float(row_s) if row_s > 0 and token_s > 0 else None
+    learn_s = np.array([step.learn_s for step in steps])
+    (row_s, token_s), rest, _, _ = np.linalg.lstsq(rows, learn_s, rcond=None)
+    explains = rest.sum() <= (1 - EXPLAINED) * len(steps) * learn_s.var()
+    return float(row_s) if explains and row_s > 0 and token_s > 0 else None
 
 
 def verdict(config: RunConfig, devices: Sequence[int], steps: Sequence[StepTimes]) -> str:
@@ -426,10 +420,8 @@ def verdict(config: RunConfig, devices: Sequence[int], steps: Sequence[StepTimes
     `devices`: number of devices of each engine.
     """
     step_s = fmean(step.step_s for step in steps)
-    parts: dict[str, float] = {}
-    for step in steps:
-        for name, seconds in step.bounds().items():
-            parts[name] = parts.get(name, 0.0) + seconds / len(steps)
+    bounds = [step.bounds() for step in steps]
+    parts = {name: fmean(one[name] for one in bounds) for name in bounds[0]}
     order = sorted(parts, key=parts.__getitem__, reverse=True)
     shares = [f"{name} {parts[name] / step_s:.0%}" for name in order if parts[name] >= step_s / 100]
     names = sorted({name for step in steps for name in step.busy_s})
@@ -446,10 +438,7 @@ def verdict(config: RunConfig, devices: Sequence[int], steps: Sequence[StepTimes
     b_step_s = fmean(step.step_s for step in with_rounds)
     helping = [one for one in tried if b_step_s - one.step_s >= LEAST_GAIN * b_step_s]
     best = [f"{one.text} {(b_step_s - one.step_s) / b_step_s:.0%}" for one in helping[:3]]
-    advice = (
-        f"would save of a channel-B step: {', '.join(best)}" if best else "no change would help"
-    )
-    return f"{text}; {advice}"
+    return f"{text}; would save of a channel-B step: {', '.join(best) or 'nothing that was tried'}"
 
 
 def read_times(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[StepTimes]:

@@ -39,7 +39,7 @@ GOOD = {
     "stage2": "both channels, transformers generates",
     "two_turns": "a policy gradient on an environment of two turns, until it is solved",
     "sums": "a policy gradient on a pretrained language model, most answers cut by length",
-    "grounding": "a policy gradient on pictures",
+    "lora": "channel A with an adapter",
 }
 
 
