@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan, nan, prod
+from math import nan, prod
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,8 +26,6 @@ NO_OBJECTS = 0.1
 """Valid objects per ground-truth object at which a model counts as writing none."""
 LEAST_RISE = 0.1
 """Least change of a reward or match rate, as a share of the larger value, that counts as a rise."""
-NO_SIGNAL = 0.6
-"""Share of groups without signal from which most rollouts teach nothing."""
 BEFORE = 20
 """Maximum number of steps that a judged window is compared with."""
 CLEAR = 3.0
@@ -253,11 +251,9 @@ def _gap_grows(history: History, rule: Rule) -> float | None:
 
 def _cut(history: History, rule: Rule) -> float | None:
     if history.config.algorithm.uses_environment:
-        # A reward may not need the end of an answer: then answers were always cut, and differ.
+        # A reward may not need the end of an answer: then answers were cut from the start.
         first, _ = history.ends(rule.figure, rule.window)
-        without = fmean(history.of("groups without signal")[-BEFORE // 2 :] or [0.0])
-        differ = first >= rule.threshold and without < NO_SIGNAL
-        if isnan(first) or differ or history.learns(rule.window):
+        if not first < rule.threshold or history.learns(rule.window):
             return None
     return above(history, rule)
 
@@ -498,7 +494,8 @@ entropy collapse | entropy / entropy at the start | falls | 0.1 | 4 | tutorials/
     training.learning_rate, add reference_kl, or raise decoding.temperature
 no signal | groups without signal | signal | 0.6 | 6 | tutorials/language_model.md | rewards of a
     group are all equal, so its rollouts teach nothing | raise decoding.temperature or
-    rollouts_per_example, use easier rows or refill_rounds, or give the reward in parts
+    rollouts_per_example, use easier rows, refill_rounds or a larger max_new_tokens, or give the
+    reward in parts
 one part pays | loss of a reward part / gain of another | one part | 0.25 | 10 |
     tutorials/language_model.md | the reward rises through one part while another falls | lower the
     weight of the part that rises, or limit it

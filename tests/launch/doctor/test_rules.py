@@ -72,6 +72,11 @@ def test_a_model_that_does_not_know_the_format_is_named_in_the_third_step(tmp_pa
     assert "stage2_ab.schedule.warmup_steps" in doctor.findings[0].text
 
 
+def test_a_temperature_without_spread_is_named_in_the_sixth_step(tmp_path: Path) -> None:
+    found = recorded("broken_signal", tmp_path).findings
+    assert [(one.rule, one.step) for one in found] == [("no signal", 6)]
+
+
 def test_a_rate_that_rises_until_the_end_is_named_at_once(tmp_path: Path) -> None:
     """A try of four steps on three actors; and a run from random weights, with a fault of its own."""
     for name, rules in (("three_actors", []), ("broken_warm_up", ["answers never open"])):
