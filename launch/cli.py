@@ -44,6 +44,7 @@ COMMANDS = {
     "coco": "import COCO annotations as records, export predictions as COCO results",
     "demo": "make the demo's data and models, draw a run",
     "diff-runs": "find the first difference between two runs: step, stage and sample",
+    "doctor": "say what is wrong with a run, and what bounded its time",
     "evaluate": "make the held-out report of a run's checkpoint",
     "import-data": "make records of YOLO, VOC, COCO, LVIS, RefCOCO, ms-swift or hub data",
     "import-gguf": "write a checkpoint folder from a GGUF file",

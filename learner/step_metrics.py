@@ -24,7 +24,9 @@ from learner.targets import (
     TokenRole,
 )
 from shared.config.pipeline import Channel
+from shared.grounding.objects import ParsedObject
 from shared.metrics import REWARD_FAMILY, TASK_FAMILY, MetricAccumulator, RankReport
+from shared.records import GeometryKind, GroundTruthObject
 from shared.rollouts import FinishReason, Rollout
 from shared.run_files import Span
 from shared.schedule import StepPlan
@@ -65,6 +67,9 @@ class StepMetrics:
         group's first rollout."""
         self.compared = Compared()
         """Result of the log-probability comparison between engine and learner so far."""
+        self._names: Counter[str] = Counter()
+        """How often each name occurs among the valid objects so far."""
+        self._true_names: Counter[str] = Counter()
         self._plan = plan
         self._track = track
         self._capacity = capacity
@@ -105,7 +110,7 @@ class StepMetrics:
         self,
         rollout: Rollout,
         reading: ParsedAndMatched,
-        num_ground_truth: int,
+        ground_truth: Sequence[GroundTruthObject],
         *,
         staleness: int,
         source: str | None = None,
@@ -113,7 +118,7 @@ class StepMetrics:
         """Count a rollout of rollout matching, with its parsed and matched objects.
 
         Args:
-            num_ground_truth: number of objects of the rollout's sample.
+            ground_truth: the objects of the rollout's sample.
             staleness: the learner's weight version minus the version that generated the rollout.
             source: name of the sample's data file if there are several files.
         """
@@ -128,18 +133,21 @@ class StepMetrics:
         add("rollout/num_truncated", float(parsed.truncated))
         add("rollout/num_fallback", float(parsed.fallback))
         add("rollout/num_valid_objects", len(parsed.objects))
+        add("rollout/num_doubles", _num_doubles(parsed.objects))
+        self._names.update(one.desc for one in parsed.objects)
+        self._true_names.update(one.desc for one in ground_truth)
         add("rollout/num_dropped_objects", len(parsed.dropped))
         for dropped in parsed.dropped:
             add(f"rollout/num_dropped.{dropped.reason}", 1)
         add("rollout/num_objects_after_close", parsed.num_behind)
         add("rollout/num_excluded", len(reading.excluded))
-        add("rollout/num_ground_truth", num_ground_truth)
+        add("rollout/num_ground_truth", len(ground_truth))
         add("rollout/num_matched", len(reading.match.pairs))
         add("rollout/num_appended", len(reading.appended))
         add("rollout/num_gating_rejections", reading.match.gating_rejections)
         if source is not None:
             add(f"source/num_valid_objects/{source}", len(parsed.objects))
-            add(f"source/num_ground_truth/{source}", num_ground_truth)
+            add(f"source/num_ground_truth/{source}", len(ground_truth))
             add(f"source/num_matched/{source}", len(reading.match.pairs))
 
     def add_options(self, target: Target, weights: TextWeights) -> None:
@@ -279,6 +287,10 @@ class StepMetrics:
             self.totals.add("rollout/num_compared_tokens", self.compared.num_tokens)
             self.totals.add("rollout/num_logprob_outliers", self.compared.num_outliers)
             self.totals.add_max("rollout/logprob_max_abs", self.compared.max_abs)
+        for name, names in (("", self._names), ("_of_truth", self._true_names)):
+            if names:
+                most = max(names.values())
+                self.totals.add_mean(f"rollout/top_name_share{name}", most, names.total())
         self.totals.add("packing/num_carried", num_carried)
         self.totals.add_max("time/learn_s", self._learn_s)
         if waits:
@@ -295,6 +307,24 @@ class StepMetrics:
         return RankReport(
             step, channel, version, self.totals, step_metrics, spans, digests, self.refilled
         )
+
+
+DOUBLE_BINS = 5
+"""Largest difference of a coordinate, in bins, between an object and its double."""
+
+
+def _num_doubles(objects: Sequence[ParsedObject]) -> int:
+    """Count the objects with the name and, within `DOUBLE_BINS`, the place of an earlier one."""
+    by_name: dict[tuple[str, GeometryKind, int], list[tuple[int, ...]]] = {}
+    num_doubles = 0
+    for one in objects:
+        earlier = by_name.setdefault((one.desc, one.kind, len(one.bins)), [])
+        num_doubles += any(
+            all(abs(a - b) <= DOUBLE_BINS for a, b in zip(one.bins, other, strict=True))
+            for other in earlier
+        )
+        earlier.append(one.bins)
+    return num_doubles
 
 
 def _supervision_of(target: Target | AdvantageTarget) -> tuple[object, ...]:

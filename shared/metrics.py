@@ -60,6 +60,8 @@ TASK_FAMILY = "rollout/reward/"
 """Prefix of the mean reward in each environment of an `EnvGroup`, which names its environments."""
 SOURCE_FAMILY = "source/"
 """Prefix of the metrics of each data file, if `data.train` lists several files."""
+IDLE_FAMILY = "time/idle/"
+"""Prefix of the idle share of each process: an engine, an environment actor, a learner rank."""
 _NAMED = (REWARD_FAMILY, TASK_FAMILY)
 
 _TABLE = """
@@ -77,8 +79,8 @@ loss/coord_reg.coord_gate | sum | Loss of probability outside the coord vocabula
 loss/coord_reg.text_gate | sum | Loss of probability on coord tokens at supervised text tokens, in
     nats.
 loss/bbox_geo | sum | Sum of the weighted smooth-L1 and CIoU losses of decoded boxes.
-loss/policy_gradient | sum | Ratio times advantage of sampled tokens, negated. It does not measure
-    progress: it is near 0 when engine and learner agree.
+loss/policy_gradient | sum | Ratio times advantage of sampled tokens, negated. It is near 0 when
+    engine and learner agree, whatever the progress.
 loss/reference_kl | sum | KL divergence of sampled tokens from the model at the start of the run,
     in nats, without the module's weight.
 # How far the learner is from the engines that sampled. Ratio and clip are those of
@@ -119,10 +121,14 @@ rollout/num_overlong | sum | Truncated rollouts of environments that ended becau
     did not fit.
 rollout/num_fallback | sum | Rollouts from which nothing could be kept: the prefix has no objects.
 rollout/num_valid_objects | sum | Predicted objects that are valid.
+rollout/num_doubles | sum | Valid objects with the name and, within 5 bins, the place of an earlier
+    one.
+rollout/top_name_share | mean | Share of the most frequent name of valid objects, by rank.
+rollout/top_name_share_of_truth | mean | Of ground-truth objects.
 rollout/num_dropped_objects | sum | Predicted entries that were dropped.
-rollout/num_dropped.<reason> | sum | Entries dropped as `<reason>`; absent at 0.
-rollout/num_objects_after_close | sum | Objects after the end of the container, as in a second list.
-    They are not read, and not counted as dropped.
+rollout/num_dropped.<reason> | sum | Dropped as `<reason>`; absent at 0.
+rollout/num_objects_after_close | sum | Objects after the end of the container; not read, and not
+    counted as dropped.
 rollout/num_excluded | sum | Matched objects whose coordinates cannot be supervised (tokens not
     aligned with certainty, or no finite transport): not trained, ground truth appended.
 rollout/num_ground_truth | sum | Ground-truth objects of the step's samples.
@@ -132,7 +138,7 @@ rollout/match_rate | rollout/num_matched / rollout/num_ground_truth | Share of g
 rollout/num_appended | sum | Ground-truth objects appended (false negatives, and excluded pairs).
 rollout/num_gating_rejections | sum | Candidate pairs below `maskiou_gate`.
 rollout/match_gate | max | Mask IoU gate of the step; absent without `maskiou_gate_schedule`.
-rollout/num_trimmed | sum | Entries, valid or not, that were cut off after the last match
+rollout/num_trimmed | sum | Entries that were cut off after the last match
     (`trim_trailing_false_positives`); absent at 0.
 rollout/num_separators | sum | Separator tokens before matched objects of kept rollouts that are
     taught (`supervise_separators`); absent at 0.
@@ -144,8 +150,7 @@ rollout/num_weighted_ends | sum | Targets whose end has the weight `fp_end_weigh
     keep unmatched predictions; absent at 0, and if the weight is 1.
 rollout/staleness | mean | Updates between the weights that generated a rollout and the weights that
     learn from it.
-rollout/staleness_max | max | Staleness of the oldest rollout; 0 without
-    `rollout_matching.max_staleness`.
+rollout/staleness_max | max | Staleness of the oldest rollout.
 rollout/reward | mean | Reward of the rollouts that did not fail.
 rollout/reward_std | std | Standard deviation of these rewards.
 rollout/reward/<task> | mean | Reward in one environment of a group (`EnvGroup`), by its name.
@@ -154,10 +159,9 @@ reward/<function> | mean | Result of a reward function of the environment's rubr
 rollout/num_failed | sum | Rollouts that ended with an error; they are not learned.
 rollout/num_reward_errors | sum | Failed calls of reward functions; the log of rollouts has their
     errors.
-rollout/num_replaced | step | Rollout actors, servers and environment actors that were lost and
-    replaced; absent if none was lost (docs/how_to/troubleshooting.md).
-rollout/num_given_up | sum | Plain tools and reward functions that exceeded a time limit: their
-    threads were abandoned and replaced.
+rollout/num_replaced | step | Actors and servers that were lost and replaced; absent at 0.
+rollout/num_given_up | sum | Plain tools and reward functions that exceeded a time limit; their
+    threads were replaced.
 rollout/num_tool_calls | sum | Tool calls by the model; absent if it has no tools.
 rollout/turns | mean | Model calls in a rollout.
 rollout/num_splits | sum | Model calls whose prompt does not continue the tokens of the call before.
@@ -172,8 +176,7 @@ rollout/num_refilled | sum | Groups of other examples that replaced groups witho
     in `rollout/num_groups`; absent without `environment.refill_rounds`.
 rollout/num_masked | sum | Truncated rollouts without error that were left out
     (`environment.drop_truncated`).
-rollout/num_compared_tokens | sum | Sampled tokens whose log-probability was compared; absent if
-    there were none.
+rollout/num_compared_tokens | sum | Sampled tokens whose log-probability was compared; absent at 0.
 rollout/logprob_max_abs | max | Largest difference between the learner's and the engine's
     log-probability of a sampled token, in nats.
 rollout/num_logprob_outliers | sum | Compared tokens that differ by more than
@@ -191,8 +194,7 @@ source/match_rate/<source> | source/num_matched/<source> / source/num_ground_tru
     Share of this file's ground-truth objects that were matched.
 # Augmentation (`data.augment`); absent without it. All rollouts of a sample have the same image.
 augment/num_samples | sum | Samples that were changed.
-augment/num_unchanged | sum | Samples that stayed unchanged, because no drawn change fitted
-    `global_max_length`.
+augment/num_unchanged | sum | Samples that no drawn change fitted (`global_max_length`).
 augment/num_dropped_objects | sum | Objects removed because a crop left too little (`min_visible`).
 # Rows.
 packing/num_segments | sum | Segments learned.
@@ -226,8 +228,8 @@ sync/canary_max_abs | step | Largest difference of a canary log-probability betw
 sync/canary_mean_abs | step | Mean difference of a canary log-probability, in nats, for the engine
     that differs most.
 sync/adapter_effect | step | Effect of the adapter on the canary's log-probabilities in an engine,
-    divided by the learner's; the engine farthest from 1. Absent with full weights, and if the
-    effect is too small to measure.
+    divided by the learner's; the engine farthest from 1. Absent with full weights, and if too
+    small to measure.
 sync/pause_s | step | Seconds until running requests have ended, in the slowest engine.
 sync/rendezvous_s | step | Seconds of joining the process group (the first time, and after a
     failure), in the slowest engine.
@@ -244,8 +246,8 @@ sync/send_verify_s | step | Learner's seconds of computing checksums.
 sync/send_rendezvous_s | step | Learner's seconds of joining the process group.
 sync/send_wire_s | step | Learner's seconds of sending, until every engine has loaded the last
     bucket.
-sync/send_canary_s | step | Learner's seconds of scoring the canary, while the engines load (0 if
-    ranks hold shards of the model: then it is scored before the offer).
+sync/send_canary_s | step | Learner's seconds of scoring the canary, while the engines load (0 with
+    shards: before the offer).
 # Time.
 time/step_s | step | Seconds of the step, including the sync.
 time/generate_s | max | Seconds with at least one engine generating, summed over rounds.
@@ -257,10 +259,10 @@ time/reduce_s | max | Seconds that a learner rank waited for other ranks at the 
     summed gradients; absent with one rank.
 time/sync_s | step | Seconds of the sync.
 time/queue_wait_s | step | Seconds that the learner was idle because the next round was not ready.
-time/save_s | step | Seconds that the run waited for checkpoints since the step before; absent if it
-    did not wait.
-time/replace_s | step | Longest time for which a lost actor was not replaced; absent if none was
-    lost.
+time/save_s | step | Seconds of waiting for checkpoints since the step before; absent at 0.
+time/bounded_by | step | Part that bounded the step most (docs/how_to/doctor.md).
+time/idle/<process> | step | Share of the step in which it did not work.
+time/replace_s | step | Longest time until a lost actor was replaced; absent at 0.
 """
 """One metric per line: name, reduction (or numerator / denominator), meaning."""
 
@@ -289,14 +291,16 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 def metric_of(name: str) -> Metric | None:
     """Return the metric with this name, or None if no metric may have it.
 
-    It may be a row of the metric table, or have one of three prefixes. `reward/` and
-    `rollout/reward/` precede names from environments, `source/` names of data files. An unknown
-    name after `loss/` is a term of an objective (`term_names`).
+    It may be a row of the metric table, or have one of four prefixes. `reward/` and
+    `rollout/reward/` precede names from environments, `source/` names of data files, `time/idle/`
+    names of processes. An unknown name after `loss/` is a term of an objective (`term_names`).
     """
     if name.startswith(REWARD_FAMILY):
         return BY_NAME[f"{REWARD_FAMILY}<function>"]
     if name.startswith(TASK_FAMILY):
         return BY_NAME[f"{TASK_FAMILY}<task>"]
+    if name.startswith(IDLE_FAMILY):
+        return BY_NAME[f"{IDLE_FAMILY}<process>"]
     if name.startswith(SOURCE_FAMILY):
         return BY_NAME.get(f"{name.rpartition('/')[0]}/<source>")
     if name not in BY_NAME and name.startswith("loss/"):

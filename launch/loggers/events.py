@@ -84,13 +84,25 @@ class RolloutsEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class AlertEvent:
+    """A finding of the doctor (`launch.doctor`), for a logger.
+
+    Example: `AlertEvent(12, "no matches", "match rate 0.02 (threshold 0.05 over 4): ...")`.
+    """
+
+    step: int
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndEvent:
     """The end of the run: the last event of a logger."""
 
     failed: bool
 
 
-Event: TypeAlias = RunEvent | MetricsEvent | PicturesEvent | RolloutsEvent | EndEvent
+Event: TypeAlias = RunEvent | MetricsEvent | PicturesEvent | RolloutsEvent | AlertEvent | EndEvent
 
 
 # The first rollouts of a file as a table to read

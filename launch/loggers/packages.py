@@ -11,7 +11,14 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from launch.loggers.events import MetricsEvent, PicturesEvent, RolloutTable, RunEvent, Scalar
+from launch.loggers.events import (
+    AlertEvent,
+    MetricsEvent,
+    PicturesEvent,
+    RolloutTable,
+    RunEvent,
+    Scalar,
+)
 
 
 class Logger(ABC):
@@ -29,6 +36,9 @@ class Logger(ABC):
 
     @abstractmethod
     def table(self, step: int, name: str, table: RolloutTable) -> None: ...
+
+    @abstractmethod
+    def alert(self, event: AlertEvent) -> None: ...
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
@@ -90,6 +100,10 @@ class TensorBoardLogger(Logger):
         self._writer.add_text(name, _markdown(table.columns, table.rows), step)
         self._writer.flush()
 
+    def alert(self, event: AlertEvent) -> None:
+        self._writer.add_text(f"doctor/{event.title}", event.text, event.step)
+        self._writer.flush()
+
     def close(self, *, failed: bool) -> None:
         self._writer.close()
 
@@ -134,6 +148,11 @@ class TrackioLogger(Logger):
         rows = [list(row) for row in table.rows]
         self._run.log({name: trackio.Table(columns=list(table.columns), data=rows)}, step=step)
 
+    def alert(self, event: AlertEvent) -> None:
+        import trackio
+
+        trackio.alert(title=event.title, text=event.text)
+
     def close(self, *, failed: bool) -> None:
         self._run.finish()
 
@@ -177,6 +196,9 @@ class WandbLogger(Logger):
 
         rows = [list(row) for row in table.rows]
         self._run.log({name: wandb.Table(columns=list(table.columns), data=rows)}, step=step)
+
+    def alert(self, event: AlertEvent) -> None:
+        self._run.alert(title=event.title, text=event.text)
 
     def close(self, *, failed: bool) -> None:
         import wandb
@@ -232,6 +254,9 @@ class MlflowLogger(Logger):
         columns = zip(*table.rows, strict=True)
         data = {column: list(values) for column, values in zip(table.columns, columns, strict=True)}
         self._mlflow.log_table(data, f"{name}/step_{step:06d}.json")
+
+    def alert(self, event: AlertEvent) -> None:
+        self._mlflow.set_tag(f"doctor/{event.title}", event.text)
 
     def close(self, *, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")

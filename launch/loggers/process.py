@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from launch.loggers.events import (
+    AlertEvent,
     EndEvent,
     Event,
     MetricsEvent,
@@ -85,6 +86,8 @@ def hand_on(event: Event, logger: Logger) -> None:
                 return
             if table.rows:
                 logger.table(event.step, event.name, table)
+        case AlertEvent():
+            logger.alert(event)
         case EndEvent():
             logger.close(failed=event.failed)
 

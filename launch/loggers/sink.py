@@ -26,6 +26,7 @@ from typing import NamedTuple
 import psutil
 
 from launch.loggers.events import (
+    AlertEvent,
     EndEvent,
     Event,
     MetricsEvent,
@@ -162,6 +163,10 @@ class Loggers:
         else:
             file, kind = folder / "predictions.jsonl", RolloutFile.PREDICTIONS
         self._put(RolloutsEvent(step, "held_out_rollouts", file, kind))
+
+    def alert(self, event: AlertEvent) -> None:
+        """Log a finding: as an alert if the package has alerts, else as a text."""
+        self._put(event)
 
     def _put(self, event: Event) -> None:
         for logger in self._loggers:

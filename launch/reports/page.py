@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -30,8 +30,11 @@ MAX_CHARACTERS = 600
 """Maximum length of an answer's text on the page."""
 
 
-def page(report: DetectionReport) -> str:
-    """Return a detection report as an HTML page, which loads images from `pictures/` next to it."""
+def page(report: DetectionReport, findings: Sequence[str] = ()) -> str:
+    """Return a detection report as an HTML page, which loads images from `pictures/` next to it.
+
+    `findings`: what the doctor has found in the run so far.
+    """
     evaluation = report.evaluation
     counts = report.counts
     written = counts.num_predictions + counts.num_dropped
@@ -49,6 +52,7 @@ def page(report: DetectionReport) -> str:
         heading=f"Held-out report: {report.subject}",
         facts=facts,
         report=report,
+        findings=findings,
         tables=report_tables(report),
         answers=[answer_line(scene, MAX_CHARACTERS) for scene in report.incomplete],
         stories=[story(worst) for worst in report.worst],
@@ -78,8 +82,10 @@ def story(worst: WorstScene) -> str:
     return story
 
 
-def write_report(folder: Path, report: DetectionReport) -> None:
+def write_report(folder: Path, report: DetectionReport, findings: Sequence[str] = ()) -> None:
     """Write a detection report to a new folder. If anything fails, `folder` does not appear.
+
+    The page and `report.json` have the `findings` of the doctor.
 
     Raises:
         StorageError: `folder` cannot be written.
@@ -87,11 +93,12 @@ def write_report(folder: Path, report: DetectionReport) -> None:
     """
     with whole_folder(folder) as partial:
         (partial / "pictures").mkdir()
-        numbers = json.dumps(report.as_json(), indent=2, allow_nan=False)
+        told = {"findings": list(findings)} if findings else {}
+        numbers = json.dumps(report.as_json() | told, indent=2, allow_nan=False)
         (partial / "report.json").write_text(numbers + "\n", encoding="utf-8")
         config = report.config.model_dump_json(indent=2)
         (partial / "config.json").write_text(config + "\n", encoding="utf-8")
-        (partial / "report.html").write_text(page(report), encoding="utf-8")
+        (partial / "report.html").write_text(page(report, findings), encoding="utf-8")
         with (partial / "predictions.jsonl").open("w", encoding="utf-8") as file:
             for scene in report.evaluation.outcomes:
                 row = {

@@ -124,10 +124,11 @@ def shown(score: float | None) -> str:
     return "-" if score is None else f"{score:.3f}"
 
 
-def write_reward_report(folder: Path, report: RewardReport) -> None:
+def write_reward_report(folder: Path, report: RewardReport, findings: Sequence[str] = ()) -> None:
     """Write a reward report to a new folder, which appears only if all files are written.
 
-    `report.json` has the metrics; `rollouts.jsonl` has one line per rollout. Raises StorageError.
+    `report.json` has the metrics, and the `findings` of the doctor; `rollouts.jsonl` has one line
+    per rollout. Raises StorageError.
     """
     evaluation = report.evaluation
     figures: dict[str, object] = {
@@ -139,6 +140,8 @@ def write_reward_report(folder: Path, report: RewardReport) -> None:
     }
     if by_task := report.by_task():
         figures["tasks"] = by_task
+    if findings:
+        figures["findings"] = list(findings)
     with whole_folder(folder) as partial:
         text = json.dumps(figures, indent=2) + "\n"
         (partial / "report.json").write_text(text, encoding="utf-8")

@@ -84,21 +84,27 @@ def read_evaluations(folder: Path) -> list[EvaluationRecord]:
 
 
 def write_held_out(
-    evaluation: Evaluation[Outcome], folder: Path, config: RunConfig, patience: Patience
+    evaluation: Evaluation[Outcome],
+    folder: Path,
+    config: RunConfig,
+    patience: Patience,
+    findings: Sequence[str] = (),
 ) -> tuple[DetectionReport | RewardReport, list[Picture]]:
     """Write the folder of a held-out report; return the report and the images in the folder.
+
+    `findings`: what the doctor has found in the run so far.
 
     Raises StorageError, and RecordError if an image to draw is missing or has changed.
     """
     # The run's algorithm decides the type of all outcomes.
     if config.algorithm.uses_environment:
         rewards = RewardReport(cast("Evaluation[EnvironmentRollout]", evaluation))
-        patience(lambda: write_reward_report(folder, rewards))
+        patience(lambda: write_reward_report(folder, rewards, findings))
         return rewards, []
     subject = f"{config.telemetry.name} after {evaluation.step} steps"
     scenes = cast("Evaluation[Scene]", evaluation)
     report = make_report(scenes, config, subject=subject)
-    patience(lambda: write_report(folder, report))
+    patience(lambda: write_report(folder, report, findings))
     pictures = [
         Picture(
             folder / worst.picture,

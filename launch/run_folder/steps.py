@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from launch.doctor.timing import StepTimes
 from launch.processes.batch_algebra import BatchAlgebra
 from launch.processes.replacements import Replacement
 from shared.chunking import round_parts
@@ -134,6 +135,7 @@ def step_metrics(
         metrics["time/replace_s"] = max(one.started_s - one.lost_s for one in record.replaced)
     if save_s:
         metrics["time/save_s"] = save_s
+    metrics |= StepTimes.of(report.spans, metrics).metrics()
     unknown = [name for name in metrics if not metric_of(name)]
     assert not unknown, f"not in shared/metrics.py: {unknown}"
     return metrics

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
+from launch.doctor.learning import FINDINGS, Doctor, Finding, lines_of
+from launch.doctor.timing import VERDICT_STEPS, StepTimes, verdict
+from launch.loggers.events import AlertEvent
 from launch.loggers.ray_metrics import RayMetrics
 from launch.loggers.sink import Loggers
 from launch.processes.batch_algebra import BatchAlgebra
@@ -106,7 +109,10 @@ class Telemetry:
         self._evaluations: list[EvaluationRecord] = []
         self._save_s = 0.0
         """Seconds that the run waited for checkpoints since the line of the last step."""
-        self._uncalled_tools: UncalledTools | None = None
+        self._doctor = Doctor(config)
+        self._times: list[StepTimes] = []
+        """Times of the steps since the last verdict."""
+        self._devices: tuple[int, ...] = ()
 
     @property
     def sync_fallback(self) -> str | None:
@@ -128,6 +134,8 @@ class Telemetry:
             self._num_written = self._folder.cut(point.step, reports_again=reports_again)
             replace_file(folder / CONFIG, _as_text(self._config))
             self._evaluations = read_evaluations(folder)
+            self._doctor = Doctor.of_run(self._config, folder)
+            replace_file(folder / FINDINGS, lines_of(self._doctor.findings))
             self._open(self._num_written)
         except OSError as error:
             raise cannot_write(folder, error) from error
@@ -146,6 +154,7 @@ class Telemetry:
         self._metric_lines = lines("metrics.jsonl")
         self._plan_lines = lines("plan.jsonl")
         self._report_lines = lines("evaluations.jsonl")
+        self._finding_lines = lines(FINDINGS)
         if section.timeline:
             path = section.run_dir / "timeline.json"
             self._timeline = TraceWriter(path, mode=mode, patience=again)
@@ -165,7 +174,9 @@ class Telemetry:
                 # Runs before the other callbacks; Ctrl-C may interrupt it.
                 self._ends.callback(self._loggers.close, failed=error is not None)
             self._bar.close()
-            if error is not None:
+            if error is None:
+                self._verdict()
+            else:
                 # The run is ending, so failed writes are not tried again.
                 self.patience.limit_s = 0.0
             try:
@@ -206,6 +217,7 @@ class Telemetry:
         Threads and examples influence results. Only an environment has examples.
         """
         self._plans.placed(algebra, engines)
+        self._devices = algebra.engine_devices
         if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
             self._ray_metrics = RayMetrics(self._config.telemetry.name)
         folder = self._folder.path
@@ -273,7 +285,8 @@ class Telemetry:
         """Write and log the held-out report; return its score, None if too many rollouts failed."""
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder.path / "evaluations" / f"step_{evaluation.step:06d}"
-        report, pictures = write_held_out(evaluation, folder, self._config, self.patience)
+        told = [finding.describe() for finding in self._doctor.findings]
+        report, pictures = write_held_out(evaluation, folder, self._config, self.patience, told)
         line = line_of(evaluation, report)
         record = EvaluationRecord.of_line(line)
         self._evaluations.append(record)
@@ -283,6 +296,7 @@ class Telemetry:
             self._loggers.report(evaluation.step, folder, report.metrics(), pictures)
         size = f"{record.step} steps, {record.num_samples} samples"
         self.note(f"held out  after {size}: {report.describe()}")
+        self._tell(self._doctor.report(line, self._folder.path))
         return record.score
 
     def waited_for_save(self, checkpoint: Path, seconds: float) -> None:
@@ -332,15 +346,24 @@ class Telemetry:
         self._trace(step_spans(record, report, start_s, end_s))
         self.note(progress_line(report, metrics, self._config.training.num_steps))
         self._bar.done(report.number)
-        calls = report.metrics.get("rollout/num_tool_calls")
-        if calls is not None:
-            # Imported here, because only runs with environments need it, and it imports openai.
-            from rollout_actors.environments.chat.tools import UncalledTools
+        self._tell(self._doctor.step(line))
+        self._times.append(StepTimes.of(report.spans, metrics))
+        if report.number % VERDICT_STEPS == 0:
+            self._verdict()
 
-            self._uncalled_tools = self._uncalled_tools or UncalledTools()
-            num_rollouts = int(report.metrics["rollout/num"])
-            if problem := self._uncalled_tools.problem(num_rollouts, calls):
-                self.warn(problem)
+    def _verdict(self) -> None:
+        """Print what bounded the steps since the last verdict, and what would help."""
+        if self._times:
+            self.note(f"time      {verdict(self._config, self._devices, self._times)}")
+            self._times.clear()
+
+    def _tell(self, findings: Iterable[Finding]) -> None:
+        """Report new findings of the doctor on the console, in a file and in the loggers."""
+        for finding in findings:
+            self.warn(f"{finding.rule}: {finding.text}")
+            self._finding_lines.write(lines_of([finding]))
+            if self._loggers is not None:
+                self._loggers.alert(AlertEvent(finding.step, finding.rule, finding.text))
 
     def _note_mode(self, sync: SyncReport) -> None:
         self._plans.synced(sync)

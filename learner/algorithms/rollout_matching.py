@@ -295,14 +295,14 @@ class RolloutMatchingStep(AlgorithmStep):
             )
             target, reward = next(targets)
             assert target.reading is not None
-            num_objects = len(self.samples[self._num_targets].objects)
+            sample = self.samples[self._num_targets]
             sampled_by = rollout.weight_version
             self.metrics.add_rollout(
                 rollout,
                 target.reading,
-                num_objects,
+                sample.objects,
                 staleness=version - sampled_by,
-                source=self.samples[self._num_targets].source,
+                source=sample.source,
             )
             self.metrics.add_options(target, self._text_weights)
             self._log_next(target, rollout)

@@ -25,7 +25,7 @@ from learner.targets import (
 from shared.config.pipeline import Channel
 from shared.grounding.matching import MatchedPair, MatchResult
 from shared.grounding.objects import DroppedObject, DropReason, ParsedObject, ParsedRollout
-from shared.records import GeometryKind
+from shared.records import GeometryKind, GroundTruthObject
 from shared.rollouts import FinishReason
 from shared.run_files import Span
 from shared.schedule import StepPlan
@@ -59,6 +59,7 @@ def step_metrics() -> StepMetrics:
 
 FOUND = ParsedObject("object_1", 1, GeometryKind.BBOX, "x", (1, 1, 2, 2), (1, 2, 3, 4), (0, 6))
 PARSED = ParsedRollout((), "{", (), (), None, truncated=True, fallback=True)
+TRUTH = GroundTruthObject(GeometryKind.BBOX, (1, 1, 2, 2), "x")
 COUNTED = (
     *("truncated", "fallback", "valid_objects", "objects_after_close", "excluded"),
     *("ground_truth", "matched", "appended", "gating_rejections"),
@@ -74,7 +75,7 @@ def test_what_the_guard_ended_is_counted_apart_from_what_reached_its_limit() -> 
     for reason, number in (("repetition", 3), ("length", 2), ("stop", 5)):
         rollout = replace(ROLLOUT, finish_reason=FinishReason(reason))
         for _ in range(number):
-            metrics.add_rollout(rollout, READING, num_ground_truth=0, staleness=0)
+            metrics.add_rollout(rollout, READING, (), staleness=0)
     counted = metrics.totals.as_dict()
     assert counted["rollout/num"] == 10
     assert counted["rollout/num_repeat_terminated"] == 3
@@ -95,7 +96,7 @@ def test_what_an_answer_held_and_what_became_of_it_is_counted() -> None:
     metrics = step_metrics()
     whole = replace(reading, parsed=replace(parsed, truncated=False))
     for one in (reading, whole, whole):
-        metrics.add_rollout(ROLLOUT, one, num_ground_truth=8, staleness=0)
+        metrics.add_rollout(ROLLOUT, one, (TRUTH,) * 8, staleness=0)
     counted = metrics.totals.as_dict()
     assert {name: counted[f"rollout/num_{name}"] for name in COUNTED} == {
         "truncated": 1,
@@ -108,6 +109,21 @@ def test_what_an_answer_held_and_what_became_of_it_is_counted() -> None:
         "appended": 15,
         "gating_rejections": 21,
     }
+
+
+def test_doubles_and_the_share_of_the_top_name_are_counted() -> None:
+    """Of the six objects the third and the last repeat the first; another name is no double."""
+    places = [(1, 1, 20, 20), (1, 1, 20, 26), (6, 1, 15, 20), (1, 1, 20, 20), (9, 9, 20, 20)]
+    objects = [replace(FOUND, bins=bins) for bins in (*places, (0, 0, 21, 21))]
+    objects[3] = replace(objects[3], desc="y")
+    metrics = step_metrics()
+    reading = replace(READING, parsed=replace(PARSED, objects=tuple(objects)))
+    metrics.add_rollout(ROLLOUT, reading, (TRUTH, replace(TRUTH, desc="y")), staleness=0)
+    report = metrics.report(1, {}, (), denominator=1, num_carried=0)
+    counted = report.totals.as_dict()
+    assert counted["rollout/num_doubles"] == 2
+    assert counted["rollout/top_name_share"] == 5 / 6
+    assert counted["rollout/top_name_share_of_truth"] == 1 / 2
 
 
 def test_a_row_filled_less_than_the_least_ratio_is_underfilled() -> None:

@@ -35,8 +35,8 @@ from shared.rollouts import SyncReport
 from shared.run_files import Span
 from shared.schedule import RunSchedule
 
-TEXTS = {"rollout/decode_mode", "sync/mode", "sync/version"}
-"""Metrics that the driver sets, two of them texts."""
+TEXTS = {"rollout/decode_mode", "sync/mode", "sync/version", "time/bounded_by"}
+"""Metrics that the driver sets, three of them texts."""
 EVERY_METRIC = {
     metric.name.replace("<function>", "correct"): float(number)
     for number, metric in enumerate(METRICS)
@@ -192,11 +192,13 @@ def test_tensorboard_has_every_figure_of_the_files_pictures_and_rollouts_and_a_r
     logged,
 ):
     config = logged("tensorboard")
+    found = {line["rule"] for line in lines(config, "doctor.jsonl")}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(config.telemetry.run_dir / "loggers" / "tensorboard"), {})
     read.Reload()
     tags = read.Tags()
+    assert found and {f"doctor/{rule}/text_summary" for rule in found} <= set(tags["tensors"])
     expected: dict[str, dict[int, float]] = {}
     for line in (*lines(config, "metrics.jsonl"), *lines(config, "evaluations.jsonl")):
         for name, number in numbers(line).items():

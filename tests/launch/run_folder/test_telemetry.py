@@ -381,7 +381,7 @@ def test_a_step_whose_rollouts_called_no_tool_is_warned_of(
     (logged,) = lines(of_environment, "metrics.jsonl")
     assert has(logged, **metrics, **{"rollout/decode_mode": "sample"})
     assert "reward 0.500 ±0.25  no signal 1/3" in output.getvalue()
-    warning = "warning   none of 12 rollouts called a tool, although tools were offered"
+    warning = "warning   uncalled tools: rollouts with tools and no call 12"
     assert (warning in output.getvalue()) == is_warned
 
 
