@@ -59,7 +59,7 @@ from shared.trajectory import ExampleCounts
 from shared.weight_sync.canary import NOISE_FILE
 
 if TYPE_CHECKING:
-    from rollout_actors.environments.chat.tools import UncalledTools
+    pass
 
 
 class Telemetry:
