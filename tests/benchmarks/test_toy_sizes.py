@@ -30,10 +30,12 @@ APART = {
     "logit_memory": "--positions 60 --vocabulary 2500 --hidden 16 --chunks 30 --plain-positions 30",
     "scale": "--actors 1 --rollouts 4 --processes 1 --repeats 1",
     "start": "--records 20",
-    "weight_sync": "--engines 1 --syncs 1 --warm-up 0 --layers 2",
-    "repeat_guard": "--sequences 2 --tokens 8 --rounds 1",
 }
-"""Arguments of benchmarks that start processes, Ray or engines."""
+"""Arguments of benchmarks that start processes."""
+WITH_ENGINES = {
+    "repeat_guard": "--sequences 2 --tokens 8 --rounds 1",
+    "weight_sync": "--engines 1 --syncs 1 --warm-up 0 --layers 2",
+}
 ELSEWHERE = {
     "evidence": "tests/benchmarks/test_evidence.py",
     "gpu": "tests/benchmarks/test_gpu_probes.py",
@@ -61,16 +63,24 @@ def test_a_benchmark_runs_and_checks_its_results(name, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=[pytest.mark.engine] * (one in list(APART)[-2:])) for one in APART],
-)
-def test_a_benchmark_with_processes_of_its_own_runs_and_checks_its_results(name):
-    command = [sys.executable, "-m", f"benchmarks.{name}", *APART[name].split()]
+def run_apart(name: str, arguments: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments.split()]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", APART)
+def test_a_benchmark_with_processes_of_its_own_runs_and_checks_its_results(name):
+    run_apart(name, APART[name])
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("name", WITH_ENGINES)
+def test_a_benchmark_with_engines_runs_and_checks_its_results(name):
+    run_apart(name, WITH_ENGINES[name])
 
 
 @pytest.mark.slow
@@ -93,5 +103,5 @@ def test_every_benchmark_that_a_page_names_is_among_them():
         if (ROOT / "benchmarks" / path).is_file()
     }
     assert {"weight_sync", "packing", "gpu"} <= named
-    assert named <= {*HERE, *APART, *ELSEWHERE, *TOO_LONG}
+    assert named <= {*HERE, *APART, *WITH_ENGINES, *ELSEWHERE, *TOO_LONG}
     assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
