@@ -244,7 +244,7 @@ def main() -> None:
     for name, kinds in {
         "boxes": (GeometryKind.BBOX,),
         "polygons": (GeometryKind.POLY,),
-        "mixed": tuple(GeometryKind),
+        "mixed": (GeometryKind.BBOX, GeometryKind.POLY),
     }.items():
         scenes = [scene(kinds, seed) for seed in range(arguments.scenes)]
         for each in scenes:

@@ -4,6 +4,9 @@
 other methods. Lengths are log-normal (sigma 0.6), clipped to 1..capacity. Each method packs the
 same draws. Every segment must be packed exactly once, and no row may exceed the capacity. Printed
 are the average ratios to the bound, and the rows of streaming relative to the whole step.
+
+Last, one window of many segments is packed, and packed again with every row chosen from all waiting
+segments: processor time and its ratio. It must not take more rows.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 import binpacking
 import numpy as np
 
-from learner.packing import CarryBuffer, PackWithinStep
+from learner.packing import CarryBuffer, PackWithinStep, select_segments
 
 CAPACITY = 12_000
 SIGMA = 0.6
@@ -53,6 +56,16 @@ def streaming(pieces: Sequence[Piece]) -> Rows:
     policy = PackWithinStep(CarryBuffer(CAPACITY, len(pieces)), WINDOW)
     rows = [row for piece in pieces for row in policy.add(piece)]
     return rows + policy.finish_step()
+
+
+def from_all(pieces: Sequence[Piece]) -> Rows:
+    """Choose each row from all segments that wait."""
+    rows = []
+    left = list(pieces)
+    while left:
+        chosen = select_segments([*map(len, left)], CAPACITY)
+        rows.append([left.pop(index) for index in reversed(chosen)])
+    return rows
 
 
 def fifo(pieces: Sequence[Piece]) -> Rows:
@@ -101,11 +114,36 @@ def check(rows: Rows, pieces: Sequence[Piece]) -> None:
     assert all(sum(map(len, row)) <= CAPACITY for row in rows), "a row exceeds the capacity"
 
 
+def draw(generator: np.random.Generator, mean: int, count: int) -> list[Piece]:
+    lengths = generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, count)
+    return [Piece(index, int(n)) for index, n in enumerate(lengths.clip(1, CAPACITY))]
+
+
+def compare_one_window(count: int) -> None:
+    for mean in MEANS:
+        pieces = draw(np.random.default_rng((mean, count)), mean, count)
+        seconds = []
+        rows = []
+        for way in (whole_step, from_all):
+            start = time.process_time()
+            rows.append(way(pieces))
+            seconds.append(time.process_time() - start)
+            check(rows[-1], pieces)
+        ours, slow = map(len, rows)
+        assert ours <= math.ceil(1.01 * slow), f"{ours} rows, chosen from all segments {slow}"
+        print(
+            f"{count} segments with mean {mean} in one window: {ours} rows in {seconds[0]:.3f} s;"
+            f" chosen from all {slow} rows in {seconds[1]:.3f} s; ratio"
+            f" {seconds[1] / seconds[0]:.1f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--one-window", type=int, default=2_000, help="segments of the last part")
     arguments = parser.parse_args()
     print(
         f"{'mean':>5} {'segments':>8} "
@@ -120,13 +158,8 @@ def main() -> None:
             bounds = []
             seconds = 0.0
             for _ in range(arguments.draws):
-                lengths = (
-                    generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, count)
-                    .astype(int)
-                    .clip(1, CAPACITY)
-                )
-                pieces = [Piece(index, int(length)) for index, length in enumerate(lengths)]
-                bounds.append(-(-int(lengths.sum()) // CAPACITY))
+                pieces = draw(generator, mean, count)
+                bounds.append(-(-sum(map(len, pieces)) // CAPACITY))
                 for name, way in WAYS.items():
                     start = time.perf_counter()
                     rows = way(pieces)
@@ -143,6 +176,7 @@ def main() -> None:
                 f"{mean:5} {count:8} {cells}  {price:22.4f}"
                 f" {1000 * seconds / arguments.draws:19.1f}"
             )
+    compare_one_window(arguments.one_window)
     print("Every segment was packed exactly once, and no row exceeded the capacity.")
     assert kept, f"a whole step takes more than {LIMIT} of the bound on average"
 

@@ -412,11 +412,13 @@ class LogitsPass:
 
         # A chunk's logits are recomputed in its backward, so only one chunk's logits are in memory.
         # `first` keeps what was read of them. The concatenation of all chunks has the order of the
-        # positions.
+        # positions. The last chunk is the first in the backward, so its logits are kept.
+        *parts, last_ND = hidden_ND.split(self.chunk)
         chunks = [
             checkpoint(read, part_ND, index, use_reentrant=False)
-            for index, part_ND in enumerate(hidden_ND.split(self.chunk))
+            for index, part_ND in enumerate(parts)
         ]
+        chunks.append(read(last_ND, len(parts)))
         by_normalizer = zip(*(chunk.log_normalizers_N for chunk in chunks), strict=True)
         of_picked = [chunk.picked_logits_MJ for chunk in chunks if picked is not None]
         means = [chunk.mean_logits_N for chunk in chunks if self.needs.text_uniform_ce]

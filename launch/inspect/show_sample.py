@@ -312,7 +312,7 @@ def _rollout_notes(
     if section.drop_truncated:
         notes.append("If the rollout is truncated, it is not trained (drop_truncated).")
     values = [value for example in line["examples"] for value in advantages(example)]
-    if (section.drop_equal_groups or section.refill_rounds) and values and not any(values):
+    if (section.drops_equal(pipeline) or section.refill_rounds) and values and not any(values):
         notes.append(
             "The advantages are 0, because the rewards of the group are equal. The step leaves the"
             " group out (drop_equal_groups) or takes another row (refill_rounds)."

@@ -286,7 +286,8 @@ class TrajectoryBatch(AlgorithmStep):
         max_staleness = self._algorithm.config.rollout_matching.max_staleness
         check_weight_versions(sampled, version, max_staleness=max_staleness)
         # A group with equal rewards has advantages of 0, so its forward passes can be saved.
-        drops_equal = self._algorithm.environment.drop_equal_groups
+        pipeline = self._algorithm.config.rollout_matching.pipeline
+        drops_equal = self._algorithm.environment.drops_equal(pipeline)
         drops_truncated = self._algorithm.environment.drop_truncated
         refill_rounds = self._algorithm.environment.refill_rounds
         differ = []

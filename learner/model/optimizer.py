@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from learner.model.parts import part_settings, trained_parameters
 from learner.model.ranks import Ranks
@@ -94,6 +96,64 @@ def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     return master
 
 
+class InPlaceEmbedding(nn.Embedding):
+    """An embedding whose backward adds the gradients of a row's tokens to `weight.grad` in place.
+
+    torch's own backward allocates a gradient of the whole vocabulary for each row, and adds it.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(input)
+        # The weight is not part of the graph, so another input requires the gradient. `weight.grad`
+        # then already has the gradient of a tied head, which comes first in the backward.
+        anchor = torch.zeros((), requires_grad=True)
+        found: torch.Tensor = _LookUp.apply(anchor, input, self)
+        return found
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,  # noqa: ARG004
+        ids: torch.Tensor,
+        embedding: nn.Embedding,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.embedding = embedding
+        return F.embedding(ids, embedding.weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        weight = ctx.embedding.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        if (padding := ctx.embedding.padding_idx) is not None:
+            gradient = gradient.masked_fill((ids == padding)[..., None], 0.0)
+        # First the sum over the row, as torch computes it, but only of the tokens that occur.
+        found, places = ids.unique(return_inverse=True)
+        dense = torch.ops.aten.embedding_dense_backward
+        weight.grad.index_add_(0, found, dense(gradient, places, len(found), -1, False))
+        return None, None, None
+
+
+def _add_in_place(model: nn.Module, masters: Iterable[torch.Tensor]) -> None:
+    """Turn embeddings on the CPU into `InPlaceEmbedding`s if their weights are among `masters`."""
+    own = {
+        id(master)
+        for master in masters
+        # On a GPU, the host would wait for the number of different tokens.
+        if master.device.type == "cpu" and not isinstance(master, DTensor)
+    }
+    for module in model.modules():
+        if type(module) is nn.Embedding and id(module.weight) in own:
+            # As for `PatchProjection`: copies of the model keep the class.
+            module.__class__ = InPlaceEmbedding
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
     """The metrics of one optimizer update.
@@ -173,11 +233,11 @@ class Optimizer:
         self._weights = MasterWeights(
             (parameter for _, parameter in trained), CPU if self.is_offloaded else None
         )
+        _add_in_place(model, self.masters)
         groups: dict[_ParameterGroup, list[torch.Tensor]] = {}
         for (group, _), master in zip(trained, self.masters, strict=True):
             groups.setdefault(group, []).append(master)
         self._groups = list(groups)
-        self._is_fused = all(parameter.is_cuda for _, parameter in trained)
         of_groups = [
             {"params": masters, "weight_decay": config.weight_decay if group.decays else 0.0}
             for group, masters in groups.items()
@@ -196,9 +256,8 @@ class Optimizer:
                 values["optim_bits"] = 32 if group.is_embedding else 8
             self.optimizer = AdamW8bit(of_groups, **arguments)
         else:
-            # For parameters on a GPU: one kernel, without temporary copies of the weights.
-            fused = self._is_fused or None
-            self.optimizer = torch.optim.AdamW(of_groups, **arguments, fused=fused)
+            # Fused: one kernel, without temporary copies of the weights.
+            self.optimizer = torch.optim.AdamW(of_groups, **arguments, fused=True)
         self.num_skipped = 0
         """Number of consecutive skipped updates, up to the last update."""
 
@@ -304,9 +363,8 @@ class Optimizer:
                 state = self.optimizer.state[master]
                 for kind, moment in values.items():
                     if kind == "step":
-                        # On the parameter's device if the kernel is fused.
-                        device = master.device if self._is_fused else torch.device("cpu")
-                        state[kind] = moment.to(device)
+                        # The fused kernel reads it on the master's device.
+                        state[kind] = moment.to(master.device)
                     else:
                         state[kind] = torch.zeros_like(master)
                         local_part(state[kind]).copy_(moment)

@@ -63,12 +63,15 @@ def log_ratios(
     log_ratio_M = learner_logprobs_M.detach() - learned.engine_logprobs
     if level == "token" or not len(log_ratio_M):
         return log_ratio_M
-    calls_C = torch.arange(learned.num_calls, device=learned.call.device)
-    # `index_add` is not deterministic on a GPU.
-    is_of_CM = learned.call == calls_C[:, None]
-    log_ratio_C = torch.where(is_of_CM, log_ratio_M, 0.0).sum(dim=1)
-    if level == "call_mean":
-        log_ratio_C = log_ratio_C / is_of_CM.sum(dim=1)
+    numbers = torch.arange(learned.num_calls + 1, device=learned.call.device)
+    # Not `index_add`, which is not deterministic on a GPU. `unsafe` skips checks of the offsets,
+    # for which the host would wait for the GPU.
+    log_ratio_C = torch.segment_reduce(
+        log_ratio_M,
+        "mean" if level == "call_mean" else "sum",
+        offsets=torch.searchsorted(learned.call, numbers),
+        unsafe=True,
+    )
     return log_ratio_C[learned.call]
 
 

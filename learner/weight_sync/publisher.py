@@ -61,6 +61,8 @@ class WeightPublisher:
     _: KW_ONLY
     offers_adapter: bool = False
     """Whether a weight sync sends only the adapter, until `fall_back_to_full` is called."""
+    sends_nothing: bool = False
+    """Whether the engine is the learner's own model. A sync then has nothing to verify."""
     version: int = field(init=False, default=0)
     """The weight version that the engines serve; 0 before the first sync."""
     _is_again: bool = field(init=False, default=False)
@@ -97,7 +99,11 @@ class WeightPublisher:
         if place.rank == 0:
             limit_s = config.timeouts.sync_phase_s
             sender = make_sender(parallel.weights, place, config.rollout_matching, limit_s)
-        return cls(ranks, device, loaded, parallel, sender, canary, offers_adapter=offers_adapter)
+        return cls(
+            *(ranks, device, loaded, parallel, sender, canary),
+            offers_adapter=offers_adapter,
+            sends_nothing=config.rollout_matching.backend.shares_model,
+        )
 
     def offer(self, again: bool = False) -> WeightOffer | None:
         """Begin a weight sync: return, on rank 0, what engines need to receive the next version.
@@ -131,7 +137,8 @@ class WeightPublisher:
             if sender is None:
                 return None
             if probe is None:
-                return sender.offer(version, self.canary.question(), self.canary.logprobs)
+                score = None if self.sends_nothing else self.canary.logprobs
+                return sender.offer(version, self.canary.question(), score)
             if files is None:
                 return sender.offer(version, probe)
             # The offer contains the whole adapter, so `send` sends nothing (decision 20).

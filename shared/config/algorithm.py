@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from shared.config.base import Fraction01, Section, refusal
-from shared.config.pipeline import Channel, LearnsFrom
+from shared.config.pipeline import Channel, LearnsFrom, PipelineSection
 from shared.config.rollout import HttpUrl
 from shared.records import ALL_GEOMETRY, GeometryKind
 
@@ -213,10 +213,11 @@ class EnvironmentSection(Section):
     group's mean reward is subtracted from each reward. A group is not split over steps or learner
     ranks, so the rollouts of a step, and each rank's part of them, must be multiples of this
     number."""
-    drop_equal_groups: bool = False
+    drop_equal_groups: bool | None = None
     """Do not learn the rollouts of an example (a group) if their rewards are all equal. These
     rollouts have the advantage 0. They are counted in `rollout/num_left_out`, and the step's loss
-    is still divided as if they were learned."""
+    is still divided as if they were learned. null: true if `policy_gradient` is the only objective
+    and there is no teacher, because the update is then the same."""
     refill_rounds: NonNegativeInt = 0
     """How many times per step examples that teach nothing are replaced by other examples. These are
     examples whose rollouts all have the same reward, and examples with fewer than two rollouts
@@ -269,9 +270,15 @@ class EnvironmentSection(Section):
         equal = "has no effect: groups with equal rewards learn from environment.teacher"
         for key, is_set, wrong in (
             ("max_images_per_prompt", self.max_images_per_prompt > 0, "the teacher gets no images"),
-            ("drop_equal_groups", self.drop_equal_groups, equal),
+            ("drop_equal_groups", self.drop_equal_groups is True, equal),
             ("refill_rounds", self.refill_rounds > 0, equal),
         ):
             if self.teacher is not None and is_set:
                 raise refusal(wrong, "remove the key, or environment.teacher", key)
         return self
+
+    def drops_equal(self, pipeline: PipelineSection) -> bool:
+        """Return whether groups with equal rewards are left out (`drop_equal_groups`)."""
+        if self.drop_equal_groups is not None:
+            return self.drop_equal_groups
+        return self.teacher is None and pipeline.learns_only_advantages

@@ -590,6 +590,14 @@ class PipelineSection(Section):
         return next((config for _, config in self.policy_gradients()), None)
 
     @property
+    def learns_only_advantages(self) -> bool:
+        """Whether `policy_gradient` is the only loss of rollouts.
+
+        A token with the advantage 0 then has no gradient. An imported objective may give it one.
+        """
+        return all(isinstance(entry, PolicyGradientEntry) for entry in self.active(Channel.B))
+
+    @property
     def divides_by_tokens(self) -> bool:
         """Whether a step's loss is divided by the number of sampled tokens, not of rollouts."""
         config = self.policy_gradient

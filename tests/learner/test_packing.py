@@ -92,6 +92,36 @@ def test_a_buffer_too_large_for_the_exact_search_is_selected_from_better_than_in
     assert rank(chosen, lengths) < rank(fifo_greedy(lengths, LARGE_CAPACITY), lengths)
 
 
+def test_a_full_row_is_found_however_far_back_the_segment_that_completes_it_waits():
+    buffer = CarryBuffer(capacity=10, max_segments=300)
+    lengths = [6, *[7] * 150, 4, *[7] * 100]
+    for length in lengths:
+        buffer.insert("x" * length)
+    assert [len(segment) for segment in buffer.pop_row()] == [6, 4]
+    assert buffer.num_tokens == sum(lengths) - 10
+
+
+@pytest.mark.parametrize("longest", [9, 40, 97])
+def test_every_row_of_many_waiting_segments_is_as_full_as_all_of_them_allow(longest):
+    """The slow version lists the totals of all subsets that contain the oldest segment."""
+    capacity = 97
+    draw = random.Random(longest)
+    waiting = [draw.randint(1 + longest // 2, longest) for _ in range(200)]
+    buffer = CarryBuffer(capacity, len(waiting))
+    for length in waiting:
+        buffer.insert("x" * length)
+    while len(buffer):
+        totals = {waiting[0]}
+        for length in waiting[1:]:
+            totals |= {total + length for total in totals if total + length <= capacity}
+        row = [len(segment) for segment in buffer.pop_row()]
+        assert row[0] == waiting[0]
+        assert sum(row) == max(totals)
+        for length in row:
+            waiting.remove(length)
+        assert [len(segment) for segment in buffer.segments()] == waiting
+
+
 @pytest.mark.parametrize("capacity", [12_000, LARGE_CAPACITY])
 def test_deterministic_selection(capacity):
     draw = random.Random(4)

@@ -219,12 +219,13 @@ def flat_in_the_middle(position):
 
 
 @pytest.mark.parametrize("normalize", ["step", "batch"])
-def test_groups_whose_rewards_are_equal_can_be_left_out_which_changes_no_update_and_is_counted(
+def test_groups_whose_rewards_are_equal_are_left_out_which_changes_no_update_and_is_counted(
     config, normalize
 ):
     objective = {"normalize": normalize}
-    dropping = config(environment__drop_equal_groups=True, objective=objective)
-    kept = Learned(config(objective=objective), reward=flat_in_the_middle)
+    dropping = config(objective=objective)
+    keeping = config(environment__drop_equal_groups=False, objective=objective)
+    kept = Learned(keeping, reward=flat_in_the_middle)
     left_out = Learned(dropping, reward=flat_in_the_middle)
     assert_same_update(kept, left_out)
     counts = (
@@ -350,7 +351,7 @@ def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_a
         settings = config(objective={"normalize": "batch"})
         step = Learned(settings, groups=of_rollouts(lambda rollout: replace(rollout, **nothing)))
     else:
-        step = Learned(config(environment__drop_equal_groups=True), reward=lambda _: 0.5)
+        step = Learned(config(), reward=lambda _: 0.5)
     assert same(step.weights, weights_of(make_learner(config())))
     assert (step.learner.num_updates, step.metrics["optim/grad_norm"]) == (1, 0.0)
     for name in ("loss/total", "packing/num_rows", "packing/num_segments"):

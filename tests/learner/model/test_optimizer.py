@@ -12,7 +12,12 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from learner.model.optimizer import Optimizer, learning_rate_at, update_metrics
+from learner.model.optimizer import (
+    InPlaceEmbedding,
+    Optimizer,
+    learning_rate_at,
+    update_metrics,
+)
 from learner.model.parts import freeze_parts
 from learner.model.ranks import Ranks
 from shared.config.training import TrainingSection
@@ -77,7 +82,9 @@ def same(a, b):
 def test_without_parts_the_update_is_plain_adamw_of_all_parameters_to_the_bit():
     model, config = Tiny(), training(lr_warmup_steps=2, lr_schedule="cosine", adam_beta2=0.95)
     slow = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(slow.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        slow.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
     updater = Optimizer(model, config, Ranks())
     for step in range(4):
         result = learn(model, updater, step)
@@ -321,6 +328,39 @@ class Wide(nn.Module):
         part = self.model["language_model"]
         words = part["embed_tokens"]((inputs[:, 0].abs() * 20).long().clamp(max=69))
         return part["norm"](torch.tanh(part["layers"](words)))
+
+
+class Tied(nn.Module):
+    """A language model of an embedding, with padding, that is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        words = nn.Embedding(40, 6, padding_idx=3)
+        self.model = nn.ModuleDict({"language_model": nn.ModuleDict({"embed_tokens": words})})
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        words = self.model["language_model"]["embed_tokens"]
+        return torch.tanh(words(ids)) @ words.weight.T
+
+
+def test_an_embedding_adds_its_gradients_in_place_and_as_torch_does():
+    plain = Tied()
+    ours = copy.deepcopy(plain)
+    optimizer_of(ours)
+    embedding = ours.model["language_model"]["embed_tokens"]
+    assert type(embedding) is InPlaceEmbedding
+    places = set()
+    for ids in ([[5, 3, 5, 9]], [[9, 9, 0, 3]], [[5, 1]]):
+        for model in (plain, ours):
+            model(torch.tensor(ids)).square().sum().backward()
+        (expected,) = (parameter.grad for parameter in plain.parameters())
+        torch.testing.assert_close(embedding.weight.grad, expected, rtol=1e-6, atol=1e-7)
+        places.add(embedding.weight.grad.data_ptr())
+    assert len(places) == 1
+    with torch.no_grad():
+        ids = torch.tensor([[5, 1]])
+        assert torch.equal(ours(ids), plain(ids))
 
 
 SAVING = ("adamw_bnb_8bit", "adamw_offload")

@@ -282,6 +282,26 @@ def test_loss_and_gradient_do_not_depend_on_the_chunk(logits, row):
         torch.testing.assert_close(other_gradient, gradient, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("chunk", "num_products"), [(NUM_POSITIONS, 1), (-(-NUM_POSITIONS // 2), 3)]
+)
+def test_the_logits_of_all_chunks_but_the_last_are_computed_again(logits, row, chunk, num_products):
+    """The last chunk is the first in the backward, so its logits need not be dropped."""
+    of_channel = objectives(*FULL)
+    sizes = []
+
+    def head(hidden):
+        sizes.append(len(hidden))
+        return hidden.clone()
+
+    hidden = logits.clone().requires_grad_(True)
+    read = LogitsPass(head, of_channel.coord_ids_C, of_channel.needs, Normalizer(), chunk)
+    values = read(hidden, row)
+    sum(objective(values, row.supervision).loss for objective in of_channel.objectives).backward()
+    assert len(sizes) == num_products
+    assert sizes[-1] == chunk
+
+
 @pytest.mark.slow
 def test_the_gradient_is_that_of_the_loss(logits, row):
     """Along random directions, against differences of the slow reference in Python's floats."""

@@ -21,8 +21,11 @@ from config_support import configuration
 from learner_support import make_learner
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from learner.learner import Learner
+from learner.model.ranks import RankTopology
 from shared.errors import WeightSyncError
 from shared.weight_sync.canary import NOISE_FILE, CanaryProbe, Differences, Scores
+from shared.weight_sync.transports import TransportKind
 
 pytestmark = pytest.mark.slow
 
@@ -322,3 +325,19 @@ def test_an_offer_says_which_tokens_stand_for_images_and_brings_the_noise_that_a
             publisher.done(noise)
             assert publisher.canary.question().noise == measured
     assert not (tmp_path / NOISE_FILE).exists(), "the learner shares no disk with who writes that"
+
+
+@pytest.mark.parametrize(("backend", "scores"), [("hf", False), ("vllm", True)])
+def test_the_learner_scores_the_canary_unless_the_engine_is_its_own_model(
+    backend: str, scores: bool, demo_checkpoint: Path, demo_data: Path, tmp_path: Path
+) -> None:
+    """`vllm`: an engine in the same process, which has weights of its own."""
+    changes = {
+        "rollout_matching__rollout_backend": backend,
+        "stage2_ab__channel_b__enable_pipeline": False,
+    }
+    config = configuration(demo_checkpoint, demo_data, tmp_path, **changes)
+    with closing(Learner(config, RankTopology(TransportKind.INPROC, ()))) as learner:
+        offer = learner.publisher.offer()
+        assert offer is not None
+        assert (offer.canary.expected_logprobs is not None) is scores

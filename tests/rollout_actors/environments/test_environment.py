@@ -49,6 +49,12 @@ def test_evaluation_falls_back_on_the_rows_to_train_on():
         evaluated(SingleTurnEnv())
 
 
+def test_all_rows_are_the_dataset_itself_so_no_call_copies_their_order():
+    environment = SingleTurnEnv(rows(20))
+    assert environment.get_dataset() is environment.dataset
+    assert environment.get_eval_dataset() is environment.dataset
+
+
 def test_the_first_n_rows_or_n_of_an_order_by_a_seed():
     def ids(*arguments):
         return [row["example_id"] for row in SingleTurnEnv(rows(20)).get_dataset(*arguments)]

@@ -229,6 +229,27 @@ def test_an_imported_policy_gradient_that_cannot_decide_them_is_refused(
     assert any(line.startswith(f"{OBJECTIVE}{path_and_value}") for line in lines), lines
 
 
+TEACHER = {"base_url": "http://127.0.0.1:8000", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "drops"),
+    [
+        ({}, True),
+        ({f"{OBJECTIVE}[1]": ENTRIES["reference_kl"] | {"enabled": False}}, True),
+        ({f"{OBJECTIVE}[1]": ENTRIES["reference_kl"]}, False),
+        ({f"{OBJECTIVE}[1]": IMPORTED}, False),
+        ({OBJECTIVE: [OWN_CREDIT]}, False),
+        ({"environment.teacher": TEACHER}, False),
+        ({"environment.drop_equal_groups": False}, False),
+        ({f"{OBJECTIVE}[1]": IMPORTED, "environment.drop_equal_groups": True}, True),
+    ],
+)
+def test_groups_with_equal_rewards_are_left_out_where_only_a_policy_gradient_learns(changes, drops):
+    config = load_trajectories(changes)
+    assert config.environment.drops_equal(config.rollout_matching.pipeline) is drops
+
+
 def test_boxes_alone_contribute_to_bbox_geo_so_the_aligned_variant_may_list_it():
     """`stage2_rollout_aligned` handles polygons as well: they simply have no box slots."""
     pipeline = load({**ALIGNED, f"{OBJECTIVE}[2]": BBOX_GEO}).rollout_matching.pipeline

@@ -1,0 +1,107 @@
+"""Every benchmark that a page names runs at toy size, so that none of them breaks unnoticed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = {
+    "environments": "--rollouts 5 --turns 2 --repetitions 1",
+    "learner_parts": "groups calls embedding adamw logits --layers 1 --hidden 64 --words 600"
+    " --updates 2 --calls 20",
+    "learner_step": "--tokens 500 --segment 250 --repeats 1 --rows 1",
+    "matching": "--scenes 1 --repeats 1",
+    "overlap": "--generate 0.01 --learn 0.01 --sync 0.01 --rounds 2 --steps 2",
+    "packing": "--draws 1 --one-window 100",
+    "parsing": "--repetitions 1 --responses 5 --tokenizer none",
+    "save": "--layers 1 --saves 1",
+    "turns": "--library rollmatch --rollouts 5",
+}
+"""Arguments of benchmarks that run in this process."""
+APART = {
+    "attention": "--tokens 64 --segments 2 --layers 1 --repeats 1",
+    "logit_memory": "--positions 60 --vocabulary 2500 --hidden 16 --chunks 30 --plain-positions 30",
+    "scale": "--actors 1 --rollouts 4 --processes 1 --repeats 1",
+    "start": "--records 20",
+}
+"""Arguments of benchmarks that start processes."""
+WITH_ENGINES = {
+    "repeat_guard": "--sequences 2 --tokens 8 --rounds 1",
+    "weight_sync": "--engines 1 --syncs 1 --warm-up 0 --layers 2",
+}
+ELSEWHERE = {
+    "evidence": "tests/benchmarks/test_evidence.py",
+    "gpu": "tests/benchmarks/test_gpu_probes.py",
+    "hostile": "tests/benchmarks/test_hostile.py",
+    "learner_memory": "tests/benchmarks/test_learner_memory.py",
+    "mutations": "tests/benchmarks/test_mutations.py",
+    "photographs": "tests/benchmarks/test_photographs.py",
+    "two_hosts": "tests/benchmarks/test_two_hosts.py",
+}
+"""Benchmarks whose parts another file tests."""
+TOO_LONG = ("chaos", "env_3v1", "recovery", "against_trl")
+"""Benchmarks of whole runs; the last one needs an interpreter with TRL. Only their options."""
+
+
+def main_of(name: str, arguments: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
+    return importlib.import_module(f"benchmarks.{name}").main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HERE)
+def test_a_benchmark_runs_and_checks_its_results(name, monkeypatch, capsys):
+    main_of(name, HERE[name], monkeypatch)
+    assert capsys.readouterr().out
+
+
+def run_apart(name: str, arguments: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments.split()]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", APART)
+def test_a_benchmark_with_processes_of_its_own_runs_and_checks_its_results(name):
+    run_apart(name, APART[name])
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.parametrize("name", WITH_ENGINES)
+def test_a_benchmark_with_engines_runs_and_checks_its_results(name):
+    run_apart(name, WITH_ENGINES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_a_benchmark_of_whole_runs_is_imported_and_reads_its_options(name, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main_of(name, "--help", monkeypatch)
+    assert capsys.readouterr().out
+
+
+def test_every_benchmark_that_a_page_names_is_among_them():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = re.findall(
+        r"benchmarks[./](\w+)|`(\w+)`, 20\d\d-", "".join(page.read_text() for page in pages)
+    )
+    named = {
+        name
+        for name in map("".join, found)
+        for path in (f"{name}.py", f"{name}/__main__.py")
+        if (ROOT / "benchmarks" / path).is_file()
+    }
+    assert {"weight_sync", "packing", "gpu"} <= named
+    assert named <= {*HERE, *APART, *WITH_ENGINES, *ELSEWHERE, *TOO_LONG}
+    assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
