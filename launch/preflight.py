@@ -458,8 +458,9 @@ def _memory(
     on_cpu = memory.device is Device.CPU
     if on_cpu and config.model.activation_offload:
         lines.append("note      model.activation_offload: no effect on CPU")
-    if on_cpu and config.training.optimizer == "adamw_offload":
-        lines.append("note      training.optimizer: adamw_offload saves nothing on CPU")
+    if on_cpu and config.training.offloads_optimizer:
+        name = config.training.optimizer
+        lines.append(f"note      training.optimizer: {name} saves nothing on CPU")
     needs = _needs(sizes, placement, memory)
     if (engine := needs.engine) is not None:
         key = "rollout_matching.vllm.kv_cache_memory_bytes"
@@ -534,7 +535,7 @@ def _smaller_host(config: RunConfig, host: Estimate) -> tuple[str, str]:
             remedy = "lower it, or join a cluster of more nodes with cluster.address"
             return "learner.world_size", f"each rank loads the whole model; {remedy}"
         return "model.path", "choose a smaller model, or a machine with more memory"
-    if config.training.optimizer != "adamw_offload":
+    if not config.training.offloads_optimizer:
         return "model.activation_offload", "set it to false"
     remedy = "set it to adamw_bnb_8bit"
     if config.model.activation_offload:

@@ -56,12 +56,14 @@ def learner_estimate(
         "gradients": trainable * 4 // shards,
         "optimizer": _moment_bytes(run) // shards,
     }
-    if run.training.optimizer == "adamw_offload":
+    if run.training.offloads_optimizer:
         of_update["master weights"] = trainable * 4
         if device is Device.CUDA:
-            # Each gradient is moved to the host as soon as it is computed.
-            largest = max(map(math.prod, run.shape.parameters.values())) * size
-            of_update = {"gradients": min(largest, trainable * size)}
+            of_update = {"gradients": trainable * 4}
+    if run.training.optimizer == "adamw_offload_all" and device is Device.CUDA:
+        # Each gradient is moved to the host as soon as it is computed.
+        largest = max(map(math.prod, run.shape.parameters.values())) * size
+        of_update = {"gradients": min(largest, trainable * size)}
     return Estimate(
         "learner rank",
         {
@@ -102,7 +104,7 @@ def host_estimate(run: RunSizes, num_ranks: int) -> Estimate:
 def _offloaded_parts(run: RunSizes) -> dict[str, int]:
     """Return the bytes that a learner rank on a GPU offloads to host memory, by their use."""
     parts = {}
-    if run.training.optimizer == "adamw_offload":
+    if run.training.offloads_optimizer:
         parts["masters, gradients and moments"] = 16 * run.num_trainable
     if run.model.activation_offload:
         tokens = run.tokens

@@ -184,7 +184,8 @@ def shared_device_estimate(
     """
     offload = run.rollouts.offload
     sends_full = run.may_send_full
-    has_masters = learner.parts["master weights"] > 0  # then the gradients belong to them
+    # The sums of gradients then belong to them.
+    has_masters = learner.parts["master weights"] > 0 or run.training.offloads_optimizer
     moved = {
         "weights": offload.moves_model and not sends_full,
         "master weights": offload.moves_optimizer,
