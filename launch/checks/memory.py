@@ -110,7 +110,8 @@ def gathered_for_sync(run: RunSizes, transport: TransportKind) -> int:
 
     These are the tensors that wait to be packed into one bucket, and two that are being gathered.
     """
-    waiting = _bucket_size(run, transport) if transport is TransportKind.NCCL else 0
+    packs = run.may_send_full and transport is TransportKind.NCCL
+    waiting = _bucket_size(run, transport) if packs else 0
     return waiting + 2 * run.size * max(map(math.prod, run.shape.parameters.values()))
 
 

@@ -172,9 +172,9 @@ class TrainingSection(Section):
     """Evaluate after every this many steps, on `data.val` or the environment's held-out examples.
     Reports are always made at the end of the channel-A warm-up (without one: before the first step)
     and at the end of the run. null: only these two."""
-    optimizer: Literal[
-        "adamw_torch", "adamw_bnb_8bit", "adamw_offload", "adamw_offload_all"
-    ] = "adamw_torch"
+    optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload", "adamw_offload_all"] = (
+        "adamw_torch"
+    )
     """adamw_torch: float32 moments and master weights on the model's device. adamw_bnb_8bit: 8-bit
     moments in blocks of 256 values (bitsandbytes; 32 bits for embeddings and tensors under 4,096
     values); saves 6 bytes per trained value. adamw_offload: moments and master weights in host

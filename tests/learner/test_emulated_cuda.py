@@ -300,9 +300,10 @@ def test_with_an_offloaded_optimizer_only_an_update_moves_gradients_and_each_of_
         config = configured(model__dtype=dtype, training__optimizer=optimizer)
         with emulated_cuda() as cuda:
             learned = learn(config, policy, cuda)
-            found[optimizer] = learned, [
-                one for one in cuda.syncs if one.startswith("model/optimizer.py")
-            ]
+            found[optimizer] = (
+                learned,
+                [one for one in cuda.syncs if one.startswith("model/optimizer.py")],
+            )
     (plain, _), (summed_there, moved), (summed_here, moved_by_all) = found.values()
     for one in (summed_there, summed_here):
         assert one.result.loss == plain.result.loss
