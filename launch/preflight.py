@@ -28,7 +28,12 @@ from launch.checks.data import (
     of_length,
     with_num_steps,
 )
-from launch.checks.host import path_problems, version_problems, vllm_import
+from launch.checks.host import (
+    compiler_problems,
+    path_problems,
+    version_problems,
+    vllm_import,
+)
 from launch.checks.hub import fetched_model
 from launch.checks.learner_memory import LOADED, host_estimate, learner_estimate
 from launch.checks.memory import (
@@ -196,6 +201,7 @@ def preflight(
     if nodes is not None and placement is not None:
         report.lines += _describe(config, placement, nodes)
         report.attempt(lambda: _require_offload(rollouts, config.learner, placement))
+        report.collect(compiler_problems(config.model, placement.device))
         if shape is not None:
             report.collect(engine_family_problems(config.model, rollouts, placement.device))
             report.collect(_memory(config, placement, shape, memory_of, nodes, report.lines))

@@ -234,6 +234,14 @@ def test_copies_that_drifted_apart_stop_at_the_next_sync(four_ranks, rank_config
         assert "model.language_model.layers.1.mlp.up_proj.weight" in str(error)
 
 
+def test_shards_with_compiled_blocks_take_the_updates_that_one_rank_takes(
+    alone, two_ranks, rank_config
+):
+    recomputed = {"model__gradient_checkpointing": True}
+    config = rank_config(**FSDP, **recomputed, model__compile_blocks=True)
+    assert_same_updates(alone, two_ranks.run(rank_jobs.learn_traced, config, STEPS, CHUNK // 2))
+
+
 @pytest.mark.parametrize("head_dtype", ["model", "float32"])
 def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(
     two_ranks, rank_config, tmp_path, head_dtype
