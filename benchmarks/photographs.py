@@ -23,7 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count, islice
+from itertools import compress, count, islice
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -138,7 +138,9 @@ def make_start(source: Path, results: Path, out: Path) -> Path:
 def of_task(line: str) -> str:
     """Return a record's line with the cells of the task only."""
     record = json.loads(line)
-    record["objects"] = [one for one in record["objects"] if one["desc"] in TASK]
+    kept = [one["desc"] in TASK for one in record["objects"]]
+    for key in ("objects", "annotated"):
+        record[key] = list(compress(record[key], kept))
     return json.dumps(record) + "\n"
 
 
