@@ -5,7 +5,8 @@
 same loss and gradient. Printed are the seconds, their ratio, tokens per second, the memory that
 `rollmatch preflight` estimates and, on a GPU, the peak of torch's allocator. Then a whole step is
 measured as in a run: some rows and AdamW's update, in bfloat16 with float32 master weights. At 4B
-it needs more than a GPU of 80 GB has; `--no-update` leaves it out. Not yet run on a GPU.
+it needs more than a GPU of 80 GB has; `--no-update` leaves it out. `--compile` measures compiled
+blocks too. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from learner.collate import PackedRow, collate
 from learner.host_memory import in_gib
 from learner.model.attention import attend_by_segments, packed_row
 from learner.model.optimizer import Optimizer
-from learner.model.packed_rows import prepare_vision_tower
+from learner.model.packed_rows import compile_blocks, prepare_vision_tower
 from learner.model.ranks import Ranks
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
@@ -198,6 +200,19 @@ def measure(
     )
 
 
+def require_same(
+    found: tuple[float, float, float, torch.Tensor],
+    expected: tuple[float, float, float, torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Check that two results of `measure` have the same loss and gradient."""
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    assert abs(found[2] - expected[2]) <= tolerance * abs(expected[2]), (found[2], expected[2])
+    assert (found[3] - expected[3]).norm() <= 10 * tolerance * expected[3].norm(), (
+        "the gradients differ"
+    )
+
+
 def measure_update(
     model: Any, row: PackedRow, objectives: ChannelObjectives, arguments: argparse.Namespace
 ) -> tuple[float, float, float]:
@@ -290,6 +305,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rows", type=int, default=4, help="rows of the whole step")
     parser.add_argument("--no-update", action="store_true", help="measure no whole step")
+    parser.add_argument("--compile", action="store_true", help="compare with compiled blocks too")
     arguments = parser.parse_args()
     for name, value in zip(("tokens", "segment", "image"), ROWS[arguments.size], strict=True):
         if getattr(arguments, name) is None:
@@ -323,20 +339,15 @@ def main() -> None:
     objectives = build_objectives(
         PIPELINE, Channel.B, torch.arange(FIRST_COORD, FIRST_COORD + NUM_BINS, device=device)
     )
-    ours = measure(
-        model,
-        lambda: train_row(model, row, objectives, Normalizer()).loss,
-        arguments.repeats,
-        device,
-    )
+
+    def learn() -> float:
+        return train_row(model, row, objectives, Normalizer()).loss
+
+    ours = measure(model, learn, arguments.repeats, device)
     obvious = measure(
         model, lambda: every_position(model, row, objectives), arguments.repeats, device
     )
-    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
-    assert abs(ours[2] - obvious[2]) <= tolerance * abs(obvious[2]), (ours[2], obvious[2])
-    assert (ours[3] - obvious[3]).norm() <= 10 * tolerance * obvious[3].norm(), (
-        "the gradients differ"
-    )
+    require_same(ours, obvious, dtype)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters / 1e6:.0f} M parameters, {arguments.dtype} on {device}")
     print(
@@ -352,6 +363,12 @@ def main() -> None:
         )
     print(f"ratio {obvious[0] / ours[0]:.2f}")
     tokens_per_s = row.num_tokens / ours[0]
+    if arguments.compile:
+        compile_blocks(model, Path(arguments.size))
+        compiled = measure(model, learn, arguments.repeats, device)
+        require_same(compiled, ours, dtype)
+        memory = memory_text(compiled[1], None)
+        print(f"compiled blocks: {compiled[0]:.3f} s, ratio {ours[0] / compiled[0]:.2f}{memory}")
     if not arguments.no_update:
         rows_s, update_s, peak = measure_update(model, row, objectives, arguments)
         tokens_per_s = arguments.rows * row.num_tokens / (rows_s + update_s)

@@ -28,7 +28,13 @@ from launch.checks.data import (
     of_length,
     with_num_steps,
 )
-from launch.checks.host import hidden, path_problems, version_problems, vllm_import
+from launch.checks.host import (
+    compiler_problems,
+    hidden,
+    path_problems,
+    version_problems,
+    vllm_import,
+)
 from launch.checks.hub import fetched_model
 from launch.checks.learner_memory import LOADED, host_estimate, learner_estimate
 from launch.checks.memory import (
@@ -203,6 +209,7 @@ def preflight(
     if nodes is not None and placement is not None:
         report.lines += _describe(config, placement, nodes)
         report.attempt(lambda: _require_offload(rollouts, config.learner, placement))
+        report.collect(compiler_problems(config.model, placement.device))
         if shape is not None:
             report.collect(engine_family_problems(config.model, rollouts, placement.device))
             report.collect(_memory(config, placement, shape, memory_of, nodes, report.lines))
@@ -473,8 +480,9 @@ def _memory(
     on_cpu = memory.device is Device.CPU
     if on_cpu and config.model.activation_offload:
         lines.append("note      model.activation_offload: no effect on CPU")
-    if on_cpu and config.training.optimizer == "adamw_offload":
-        lines.append("note      training.optimizer: adamw_offload saves nothing on CPU")
+    if on_cpu and config.training.offloads_optimizer:
+        name = config.training.optimizer
+        lines.append(f"note      training.optimizer: {name} saves nothing on CPU")
     needs = _needs(sizes, placement, memory)
     if (engine := needs.engine) is not None:
         key = "rollout_matching.vllm.kv_cache_memory_bytes"
@@ -549,7 +557,7 @@ def _smaller_host(config: RunConfig, host: Estimate) -> tuple[str, str]:
             remedy = "lower it, or join a cluster of more nodes with cluster.address"
             return "learner.world_size", f"each rank loads the whole model; {remedy}"
         return "model.path", "choose a smaller model, or a machine with more memory"
-    if config.training.optimizer != "adamw_offload":
+    if not config.training.offloads_optimizer:
         return "model.activation_offload", "set it to false"
     remedy = "set it to adamw_bnb_8bit"
     if config.model.activation_offload:

@@ -25,7 +25,7 @@ from shared.config.job import ClusterSection, ResumeSection
 from shared.config.model import ModelSection
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import CheckpointSection
-from shared.weight_sync.transports import TransportKind
+from shared.weight_sync.transports import Device, TransportKind
 
 LONGEST_SOCKET_PATH = 107
 """Longest path of a Unix socket in bytes: the kernel's limit."""
@@ -59,6 +59,23 @@ def path_problems(config: RunConfig) -> Iterator[str]:
     yield from _folder_problems("XDG_CACHE_HOME", cache)
     if needs_ray_token(config.cluster):
         yield from _folder_problems("HOME", ray_token_file().parent)
+
+
+def compiler_problems(model: ModelSection, device: Device) -> Iterator[str]:
+    """Yield a problem if `model.compile_blocks` needs a compiler that this machine lacks.
+
+    Inductor needs a C++ compiler on CPU; on a GPU, Triton needs a C compiler.
+    """
+    if not model.compile_blocks:
+        return
+    variable, usual = ("CXX", ("g++",)) if device is Device.CPU else ("CC", ("gcc", "clang"))
+    named = os.environ.get(variable)
+    if not any(map(shutil.which, usual if named is None else (named,))):
+        yield (
+            f"model.compile_blocks: true needs the compiler {named or usual[0]}, which is not"
+            f" installed; install it, name another in the environment variable {variable}, or set"
+            " the key to false"
+        )
 
 
 def ray_folder(cluster: ClusterSection) -> Path:
@@ -218,7 +235,7 @@ def vllm_import(
     The block gets a function that waits for the import, and yields a problem if it failed.
     Only this node's installation is tried, for at most `limit_s` seconds (`timeouts.start_s`).
     A success is kept in the user's cache, because the import takes seconds: it is tried again after
-    a change of our code, the packages, the machine, its GPU driver or a variable that decides the import.
+    a change of our code, the packages, the machine, its GPU driver or a variable that decides it.
     """
     if not rollouts.starts_engines or find_spec("vllm") is None:
         yield lambda: iter(())

@@ -10,7 +10,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from launch.checks.memory import BUCKETS, CONTEXT, CUDA_CONTEXT, REFERENCE, Estimate, bucket_bytes
+from launch.checks.memory import (
+    BUCKETS,
+    CONTEXT,
+    CUDA_CONTEXT,
+    REFERENCE,
+    Estimate,
+    bucket_bytes,
+    gathered_for_sync,
+)
 from launch.checks.model_shape import RunSizes
 from shared.config.pipeline import Channel, CoordRegEntry
 from shared.model_families import ModelPart
@@ -44,10 +52,10 @@ def learner_estimate(
     with_rows = max(map(math.prod, run.shapes_with_rows()), default=0)
     of_a_row = _row_parts(run, device, image_tokens)
     gathered = _gathered_bytes(run)
-    # While weights are sent, no row is computed. Shards are gathered into one tensor at a time.
+    # While weights are sent, no row is computed.
     of_sync = bucket_bytes(run, transport)
     if run.learner.is_sharded:
-        of_sync += size * max(map(math.prod, run.shape.parameters.values()))
+        of_sync += gathered_for_sync(run, transport)
     buckets = max(0, of_sync - sum(of_a_row.values()) - gathered)
     of_update = {
         # Shards are always float32, whatever a forward computes in: they are the master weights.
@@ -55,12 +63,14 @@ def learner_estimate(
         "gradients": trainable * 4 // shards,
         "optimizer": _moment_bytes(run) // shards,
     }
-    if run.training.optimizer == "adamw_offload":
+    if run.training.offloads_optimizer:
         of_update["master weights"] = trainable * 4
         if device is Device.CUDA:
-            # Each gradient is moved to the host as soon as it is computed.
-            largest = max(map(math.prod, run.shape.parameters.values())) * size
-            of_update = {"gradients": min(largest, trainable * size)}
+            of_update = {"gradients": trainable * 4}
+    if run.training.optimizer == "adamw_offload_all" and device is Device.CUDA:
+        # Each gradient is moved to the host as soon as it is computed.
+        largest = max(map(math.prod, run.shape.parameters.values())) * size
+        of_update = {"gradients": min(largest, trainable * size)}
     return Estimate(
         "learner rank",
         {
@@ -82,15 +92,14 @@ def host_estimate(run: RunSizes, num_ranks: int) -> Estimate:
     """Estimate the host memory of a machine with this number of learner ranks on GPUs.
 
     It is the larger of two needs: each rank loads the whole model into host memory, with fsdp in
-    float32; later the ranks offload, and those that send weights gather them there from shards.
+    float32; later the ranks offload, and rank 0 gathers shards there for a checkpoint.
     """
     plural = "" if num_ranks == 1 else "s"
     what = f"host memory of {num_ranks} learner rank{plural}"
     loading = {LOADED: num_ranks * run.shape.num_parameters * run.weight_size}
     learning = {name: num_ranks * size for name, size in _offloaded_parts(run).items()}
     if run.learner.is_sharded:
-        num_senders = num_ranks if run.rollouts.in_learner else 1
-        learning["weights gathered for a sync"] = num_senders * run.shape.num_parameters * run.size
+        learning["weights gathered for a checkpoint"] = run.shape.num_parameters * run.size
     return max(
         Estimate(f"{what}, while the model is loaded", loading),
         Estimate(f"{what}, during the training", learning),
@@ -101,7 +110,7 @@ def host_estimate(run: RunSizes, num_ranks: int) -> Estimate:
 def _offloaded_parts(run: RunSizes) -> dict[str, int]:
     """Return the bytes that a learner rank on a GPU offloads to host memory, by their use."""
     parts = {}
-    if run.training.optimizer == "adamw_offload":
+    if run.training.offloads_optimizer:
         parts["masters, gradients and moments"] = 16 * run.num_trainable
     if run.model.activation_offload:
         tokens = run.tokens

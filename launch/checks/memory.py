@@ -102,10 +102,24 @@ def bucket_bytes(run: RunSizes, transport: TransportKind) -> int:
     """Return the bytes of a weight sync's buffers on one GPU; 0 over gloo or for adapters only."""
     if not run.may_send_full:
         return 0
+    return COPIES[transport] * _bucket_size(run, transport)
+
+
+def gathered_for_sync(run: RunSizes, transport: TransportKind) -> int:
+    """Return the bytes of whole tensors on the GPU of a rank that sends shards.
+
+    These are the tensors that wait to be packed into one bucket, and two that are being gathered.
+    """
+    packs = run.may_send_full and transport is TransportKind.NCCL
+    waiting = _bucket_size(run, transport) if packs else 0
+    return waiting + 2 * run.size * max(map(math.prod, run.shape.parameters.values()))
+
+
+def _bucket_size(run: RunSizes, transport: TransportKind) -> int:
     # A bucket ends with the tensor that exceeds its size.
     bucket = run.rollouts.vllm.sync.bucket_bytes or BUCKET_BYTES[transport]
     bucket += run.size * max(map(math.prod, run.shape.parameters.values()))
-    return COPIES[transport] * min(bucket, run.shape.num_parameters * run.size)
+    return min(bucket, run.shape.num_parameters * run.size)
 
 
 def engine_estimate(
@@ -184,7 +198,8 @@ def shared_device_estimate(
     """
     offload = run.rollouts.offload
     sends_full = run.may_send_full
-    has_masters = learner.parts["master weights"] > 0  # then the gradients belong to them
+    # The sums of gradients then belong to them.
+    has_masters = learner.parts["master weights"] > 0 or run.training.offloads_optimizer
     moved = {
         "weights": offload.moves_model and not sends_full,
         "master weights": offload.moves_optimizer,
@@ -202,7 +217,7 @@ def shared_device_estimate(
     working = {
         name: size for name, size in learner.parts.items() if name in moved and not moved[name]
     }
-    working["weights made for the sync"] = _made_bytes(run) if sends_full else 0
+    working["weights made for the sync"] = _made_bytes(run, transport) if sends_full else 0
     working[BUCKETS] = bucket_bytes(run, transport)
     return max(
         Estimate("learner rank and engine on one GPU, while the learner learns", learning),
@@ -211,14 +226,13 @@ def shared_device_estimate(
     )
 
 
-def _made_bytes(run: RunSizes) -> int:
+def _made_bytes(run: RunSizes, transport: TransportKind) -> int:
     """Count the bytes of weights that exist on the learner's GPU only during a weight sync.
 
-    An adapter is merged into copies of weights. Gathered shards are copied back from host memory.
+    An adapter is merged into copies of weights. Shards are gathered one by one.
     """
     if run.learner.is_sharded:
-        # Weights are gathered into host memory, and copied back one by one.
-        return run.size * max(map(math.prod, run.shape.parameters.values()))
+        return gathered_for_sync(run, transport)
     if run.model.adapter is None:
         return 0
     merged = run.shapes_in_4_bits() or run.adapted_shapes()

@@ -38,6 +38,7 @@ _FIXED: tuple[Change, ...] = (
     MappingProxyType({"model.attention": "auto"}),
     MappingProxyType({"training.optimizer": "adamw_bnb_8bit"}),
     MappingProxyType({"training.optimizer": "adamw_offload"}),
+    MappingProxyType({"training.optimizer": "adamw_offload_all"}),
 )
 
 

@@ -326,7 +326,7 @@ class LearnerClient:
         return list(itertools.chain(*scored))
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
-        """Return rank 0's offer of a weight sync. The other ranks help to gather a sharded model.
+        """Return rank 0's offer of a weight sync.
 
         `again`: offer the current version, whose weights have not changed, once more.
         """
@@ -339,18 +339,20 @@ class LearnerClient:
         return offers[0]
 
     def send_weights(self, offer: WeightOffer) -> Future[SendReport]:
-        """Begin to send the offered weights from rank 0.
+        """Begin to send the offered weights from rank 0, which enforces the offer's time limits.
 
-        Rank 0 enforces the time limits of the offer itself.
+        The other ranks help to gather a sharded model.
         """
-        sending = self._ranks.ask(
-            0, "send_weights", lambda rank: rank.learner.publisher.send(offer)
-        )
+
+        def send(rank: LearnerRank, offer: WeightOffer) -> SendReport:
+            return rank.learner.publisher.send(offer)
+
+        asked = self._ask_all("send_weights", send, self._ranks.put(offer))
         limit = None
         if self._timeouts is not None:
             key = "the limits of joining and sending (timeouts.sync_phase_s)"
             limit = Timeout(sender_s(offer), key)
-        return self._threads.submit(lambda: self._wait("send_weights", limit, [sending])[0])
+        return self._threads.submit(lambda: self._wait("send_weights", limit, asked)[0])
 
     def sync_done(self, noise: Differences | None) -> None:
         """Report a finished weight sync to every rank.

@@ -39,7 +39,11 @@ from learner.model.checkpoint_folder import (
     no_chat_template,
     weight_problems,
 )
-from learner.model.packed_rows import prepare_vision_tower, use_float32_head
+from learner.model.packed_rows import (
+    compile_blocks,
+    prepare_vision_tower,
+    use_float32_head,
+)
 from learner.model.parts import freeze_parts, model_part
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -339,6 +343,8 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         _keep_activations(model, config.model)
     if config.model.head_dtype == "float32" and config.model.dtype != "float32":
         use_float32_head(model, path)
+    if config.model.compile_blocks:
+        compile_blocks(model, path)
     if any(module.p for module in model.modules() if isinstance(module, nn.Dropout)):
         raise ConfigError(_has_dropout(path))
     return LoadedModel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -33,25 +33,73 @@ class MasterWeights:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], kept_on: torch.device | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        kept_on: torch.device | None = None,
+        *,
+        sums_there: bool = False,
     ) -> None:
-        """Create the masters, on the device `kept_on`; None: each on its parameter's device.
+        """Create the masters. From now on, gradients of rows are summed in float32.
 
-        From now on, gradients of the parameters are added to the gradients of the masters.
+        Args:
+            kept_on: the device of the masters; None: each on its parameter's device.
+            sums_there: sum gradients on the masters' device, so that each row moves them; else they
+                are summed on their parameters' device, and only an update moves them.
         """
         # bfloat16 has 8 significant bits: adding an update below 1/512 of a weight does not change
         # it, and small gradients of rows are lost in a sum. So after each backward, a parameter's
-        # gradient is added to its master's gradient in float32, and then dropped.
+        # gradient is added to a sum in float32, and then dropped.
         self.masters: list[torch.Tensor] = []
         """The master weight of each parameter, in the order of the constructor's `parameters`."""
         self._copies: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._kept_on = kept_on
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        """The sum of the rows' gradients, by master; not of parameters that are their own master.
+        """
+        self._received: dict[torch.Tensor, torch.Tensor] = {}
+        """Memory for the gradients of masters that are kept on another device, by master."""
+        self._sum_devices: list[torch.device] = []
         for parameter in parameters:
             if parameter.dtype is torch.float32 and kept_on is None:
-                self.masters.append(parameter)
+                master: torch.Tensor = parameter
             else:
-                master = _master(parameter, kept_on or parameter.device)
-                self.masters.append(master)
+                device = kept_on or parameter.device
+                copy = parameter.detach().to(device, torch.float32, copy=True)
+                master = _pinned(copy, parameter)
                 self._copies.append((parameter, master))
+            summed_on = master.device if sums_there else parameter.device
+            if master is not parameter:
+                add = _adder(self._sums, master, summed_on)
+                parameter.register_post_accumulate_grad_hook(add)
+            self.masters.append(master)
+            self._sum_devices.append(summed_on)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the sum of the rows' gradients for each master; None if it has had none."""
+        return [self._sums.get(master, master.grad) for master in self.masters]
+
+    def zeros(self, index: int) -> torch.Tensor:
+        """Return zeros in the place of the gradient of a master without one."""
+        master = self.masters[index]
+        device = self._sum_devices[index]
+        if device == master.device:
+            return torch.zeros_like(master)
+        return torch.zeros_like(master, device=device)
+
+    def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give each master its gradient, which is moved to the master's device."""
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            if gradient is not None and gradient.device != master.device:
+                if master not in self._received:
+                    self._received[master] = _pinned(torch.empty_like(master), gradient)
+                gradient = self._received[master].copy_(gradient)
+            master.grad = gradient
+
+    def drop_gradients(self) -> None:
+        """Drop the sums and the masters' gradients, after an update."""
+        self._sums.clear()
+        for master in self.masters:
+            master.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -61,39 +109,41 @@ class MasterWeights:
             torch._foreach_copy_(parameters, masters)
 
     def move_to(self, device: torch.device) -> None:
-        """Move the masters and their gradients to a device.
+        """Move the sums of gradients to a device, and masters that no `kept_on` keeps on another.
 
-        A float32 parameter that is its own master is not moved.
+        A float32 parameter that is its own master is not moved, nor is its gradient.
         """
-        for _, master in self._copies:
-            # A gradient must be on the same device as its tensor.
-            gradient = master.grad
-            master.grad = None
-            master.data = master.data.to(device)
-            master.grad = None if gradient is None else gradient.to(device)
+        for master, gradient in self._sums.items():
+            self._sums[master] = gradient.to(device)
+        if self._kept_on is None:
+            for _, master in self._copies:
+                master.data = master.data.to(device)
 
 
-def _master(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    # Pinned host memory if the parameter is on a GPU.
-    is_away = parameter.is_cuda and device.type == "cpu"
-    master = parameter.detach().to(device, torch.float32, copy=True)
-    if is_away:
-        master = master.pin_memory()
+def _adder(
+    sums: dict[torch.Tensor, torch.Tensor], master: torch.Tensor, device: torch.device
+) -> Callable[[torch.Tensor], None]:
+    """Return a hook that adds a parameter's gradient to the sum of its master, on `device`."""
 
     def add(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None, "the hook runs after a gradient was accumulated"
         # A blocking copy: afterwards the gradient's GPU memory can be freed.
         gradient = gradient.to(device)
-        if master.grad is None:
-            master.grad = gradient.float()
+        if master in sums:
+            sums[master].add_(gradient)
         else:
-            master.grad.add_(gradient)
+            sums[master] = gradient.float()
         # Otherwise the next row's gradient would be added to this one in bfloat16.
         parameter.grad = None
 
-    parameter.register_post_accumulate_grad_hook(add)
-    return master
+    return add
+
+
+def _pinned(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, in pinned memory if it is on the host and `other`, its copy, on a GPU."""
+    is_away = other.is_cuda and tensor.device.type == "cpu"
+    return tensor.pin_memory() if is_away else tensor
 
 
 class InPlaceEmbedding(nn.Embedding):
@@ -227,11 +277,13 @@ class Optimizer:
         self._names = [
             name for name, parameter in model.named_parameters() if parameter.requires_grad
         ]
-        self.is_offloaded = config.optimizer == "adamw_offload"
+        self.is_offloaded = config.offloads_optimizer
         """Whether master weights and moments are always in host memory. Float32 parameters then
         have a separate master too."""
-        self._weights = MasterWeights(
-            (parameter for _, parameter in trained), CPU if self.is_offloaded else None
+        self.weights = MasterWeights(
+            (parameter for _, parameter in trained),
+            CPU if self.is_offloaded else None,
+            sums_there=config.optimizer == "adamw_offload_all",
         )
         _add_in_place(model, self.masters)
         groups: dict[_ParameterGroup, list[torch.Tensor]] = {}
@@ -264,7 +316,7 @@ class Optimizer:
     @property
     def masters(self) -> list[torch.Tensor]:
         """The float32 tensors that the optimizer updates: trained parameters or their masters."""
-        return self._weights.masters
+        return self.weights.masters
 
     def update(self, step: int, denominator: int) -> UpdateResult:
         """Update the weights with the gradients of all ranks, then drop the gradients.
@@ -280,13 +332,15 @@ class Optimizer:
         """
         config = self._config
         gradients = self._gradients()
-        if gradients:
-            self._ranks.sum_gradients([local_part(gradient) for gradient in gradients])
-            torch._foreach_div_(gradients, denominator)
-        limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
-        norm = nn.utils.clip_grad_norm_(self.masters, limit)
-        # Over DTensors each rank has only a part of the norm; `full_tensor` is a collective.
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        reached = [local_part(gradient) for gradient in gradients if gradient is not None]
+        if reached:
+            self._ranks.sum_gradients(reached)
+            torch._foreach_div_(reached, denominator)
+        norm = nn.utils.get_total_norm(one for one in gradients if one is not None)
+        if isinstance(norm, DTensor):
+            # Each rank has only a part of the norm; `full_tensor` is a collective.
+            norm = norm.full_tensor()
+        grad_norm = float(norm)
         part_rates = {}
         for group, arguments in zip(self._groups, self.optimizer.param_groups, strict=True):
             peak = part_settings(group.part, config.parts).learning_rate
@@ -296,9 +350,14 @@ class Optimizer:
                 part_rates[group.part] = rate
         finite = math.isfinite(grad_norm)
         if finite:
+            if config.max_grad_norm is not None and reached:
+                # As `nn.utils.clip_grad_norm_` computes it, before the gradients are moved.
+                factor = (config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+                torch._foreach_mul_(reached, factor)
+            self.weights.set_gradients(gradients)
             self.optimizer.step()
-            self._weights.publish()
-        self.optimizer.zero_grad(set_to_none=True)
+            self.weights.publish()
+        self.weights.drop_gradients()
         self.num_skipped = 0 if finite else self.num_skipped + 1
         if self.num_skipped > config.max_nonfinite_updates:
             raise LearnerError(self._nonfinite_message(step, grad_norm), phase="update")
@@ -368,17 +427,17 @@ class Optimizer:
                     else:
                         state[kind] = torch.zeros_like(master)
                         local_part(state[kind]).copy_(moment)
-        self._weights.publish()
+        self.weights.publish()
 
     def move_to(self, device: torch.device) -> None:
         """Move moments, master weights and their gradients to a device.
 
-        The caller moves them back before the next row is trained. The tensors of `adamw_offload`
-        stay in host memory.
+        The caller moves them back before the next row is trained. Masters and moments of
+        `adamw_offload` stay in host memory.
         """
+        self.weights.move_to(device)
         if self.is_offloaded:
             return
-        self._weights.move_to(device)
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 # AdamW expects the step count on its original device.
@@ -391,15 +450,16 @@ class Optimizer:
             return moments
         return self.optimizer.saved_state(master)
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of all masters that have a gradient on any rank."""
-        reached = self._ranks.any_of([master.grad is not None for master in self.masters])
-        for master, is_reached in zip(self.masters, reached, strict=True):
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each master, or None if it has no gradient on any rank."""
+        gradients = self.weights.gradients()
+        reached = self._ranks.any_of([gradient is not None for gradient in gradients])
+        for index, is_reached in enumerate(reached):
             # If only other ranks have this gradient, this rank adds zeros: all ranks must sum lists
             # of the same shapes.
-            if is_reached and master.grad is None:
-                master.grad = torch.zeros_like(master)
-        return [master.grad for master in self.masters if master.grad is not None]
+            if is_reached and gradients[index] is None:
+                gradients[index] = self.weights.zeros(index)
+        return gradients
 
     def _nonfinite_message(self, step: int, grad_norm: float) -> str:
         allowed = self._config.max_nonfinite_updates

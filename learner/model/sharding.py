@@ -9,9 +9,8 @@ fsdp    FSDP2: each forward gathers the blocks one by one, and each backward sum
         Each copy runs FSDP2 for itself. Gradients are summed over the copies once, as with ddp,
         and not after every row, as FSDP2 does it on a mesh of two dimensions.
 
-For a weight sync or a checkpoint, weights are read between two calls:
-
-    gather -> weights, state_dict -> release
+For a weight sync, `weights` are read one by one; of a sharded model that is a collective. For a
+checkpoint, `state_dict` gathers them in host memory.
 """
 
 from __future__ import annotations
@@ -53,12 +52,13 @@ class Parallel:
     """The model as one learner rank holds and runs it: here as a whole (a single rank, or ddp).
 
     `ShardedModel` holds a shard instead. In it `forward`, `rows_of_all_ranks`, `any_of_row`,
-    `check` and `gather` are collectives: all ranks call them in the same order.
+    `check`, `weights.tensors` and `state_dict` are collectives: all ranks call them in the same
+    order.
 
     An engine for larger models (Megatron-Bridge, NeMo AutoModel: tensor, context, expert
     parallelism) would implement this interface. It must run a row's forward and sum gradients in
     its backward (`forward`, `rows_of_all_ranks`), give whole weights by the checkpoint's names
-    (`gather`) and free them (`release`), and update, save and load its parts as `Optimizer` does.
+    (`weights`, `state_dict`), and update, save and load its parts as `Optimizer` does.
     """
 
     holds_parts = False
@@ -69,7 +69,7 @@ class Parallel:
 
     def __init__(self, model: nn.Module, weights: WeightSource, ranks: Ranks) -> None:
         self.weights = weights
-        """Weights for a sync or a checkpoint. Read them only between `gather` and `release`."""
+        """The whole weights, made one by one."""
         self._model = model
         self._ranks = ranks
 
@@ -107,18 +107,12 @@ class Parallel:
         if self._ranks.world_size > 1:
             _require_same(self._ranks, self._model, _sampled_sum, self._ranks)
 
-    def gather(self) -> None:
-        """Make `weights` readable and constant until `release`, for a sync or a checkpoint."""
+    def help_to_send(self) -> None:
+        """Take part in the iteration of rank 0 over `weights`, on a rank that sends nothing."""
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return the gathered weights in host memory; None if the model is not sharded.
-
-        Call it on rank 0, between `gather` and `release`.
-        """
+        """Return the whole weights in host memory, on rank 0; None if the model is not sharded."""
         return None
-
-    def release(self) -> None:
-        """Free the weights that `gather` has collected."""
 
 
 class ShardedModel(Parallel):
@@ -137,7 +131,6 @@ class ShardedModel(Parallel):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        every_rank_sends: bool,
         mesh: DeviceMesh | None = None,
     ) -> None:
         """Shard `model` in place and move the shards to `device`.
@@ -148,19 +141,12 @@ class ShardedModel(Parallel):
 
         Args:
             weights: source of the whole model's weights.
-            every_rank_sends: each rank sends weights to an engine in its process; else only rank 0
-                sends.
             mesh: torch's device mesh of an earlier model of these ranks; None creates one.
         """
         super().__init__(model, self, ranks)
         self._source = weights
-        self._sends = every_rank_sends or ranks.rank == 0
-        self._gathers = every_rank_sends or ranks.rank < ranks.shards.world_size
         self._rows = RowShares(ranks)
-        self._device = device
         self._dtype = dtype
-        self._gathered: list[tuple[str, torch.Tensor]] = []
-        """Whole tensors in host memory, only on ranks that send."""
         self._root = _Root(model)
         self.mesh = _mesh(ranks.shards, device) if mesh is None else mesh
         # cast_forward_inputs would round the rotary embeddings, which must stay float32.
@@ -206,30 +192,27 @@ class ShardedModel(Parallel):
         if self._ranks.replicas.world_size > 1:
             _require_same(self._ranks, self._model, _sampled_sum, self._ranks.replicas)
 
-    def gather(self) -> None:
-        """Gather the whole weights. Ranks that send weights to engines keep them in host memory."""
-        self.release()
-        if not self._gathers:
-            return
-        for name, tensor in self._source.tensors():
-            cast = tensor.to(self._dtype)
-            whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-            if self._sends:
-                self._gathered.append((name, whole.cpu().contiguous()))
+    def help_to_send(self) -> None:
+        if self._ranks.rank < self._ranks.shards.world_size:  # in the copy of rank 0
+            for _ in self.tensors():
+                pass
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self._gathered)
-
-    def release(self) -> None:
-        self._gathered = []
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        if self._ranks.rank == 0:
+            return {name: tensor.cpu() for name, tensor in self.tensors()}
+        self.help_to_send()
+        return None
 
     def specs(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         for name, _, shape in self._source.specs():
             yield name, self._dtype, shape
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._gathered:
-            yield name, tensor.to(self._device)
+        with self._ranks.of_phase("gather"):
+            for name, tensor in self._source.tensors():
+                cast = tensor.to(self._dtype)
+                whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+                yield name, whole.contiguous()
 
 
 class RowShares:
@@ -329,7 +312,6 @@ def load_parallel(
         ranks,
         device=device,
         dtype=DTYPES[config.model.dtype],
-        every_rank_sends=config.rollout_matching.in_learner,
         mesh=mesh,
     )
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel

@@ -1,8 +1,8 @@
 """Sends the learner's weights to the engines, version by version, and saves them to disk.
 
-    offer -> send (only rank 0) -> done
+    offer -> send -> done
 
-All ranks call every method except `send` and `close`, in the same order.
+All ranks call every method except `close`, in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.run_files import cannot_write
 from shared.weight_sync.canary import Differences
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
 from shared.weight_sync.phases import OFFER, SendReport
-from shared.weight_sync.transports import BUCKET_BYTES, TransportKind
+from shared.weight_sync.transports import BUCKET_BYTES, WIRES, TransportKind
 
 CANARY_TOKENS = 32
 """Number of response tokens of the canary: enough to test every layer and the head cheaply."""
@@ -98,7 +98,13 @@ class WeightPublisher:
         sender = None
         if place.rank == 0:
             limit_s = config.timeouts.sync_phase_s
-            sender = make_sender(parallel.weights, place, config.rollout_matching, limit_s)
+            sender = make_sender(
+                parallel.weights,
+                place,
+                config.rollout_matching,
+                limit_s,
+                is_collective=parallel.holds_parts,
+            )
         return cls(
             *(ranks, device, loaded, parallel, sender, canary),
             offers_adapter=offers_adapter,
@@ -124,11 +130,9 @@ class WeightPublisher:
             self._is_again = again
             version = self.version + (not again)
             sender = self.sender
-            # If the model is sharded, all ranks must join the probe and the gather.
+            # If the model is sharded, all ranks must join the probe.
             holds_parts = self.parallel.holds_parts
-            if not self.offers_adapter:
-                self.parallel.gather()
-            elif sender is None and not holds_parts:
+            if sender is None and not holds_parts:
                 return None
             probe = None
             if self.offers_adapter or holds_parts:
@@ -146,9 +150,15 @@ class WeightPublisher:
             return WeightOffer(version, TransportKind.ADAPTER, terms, probe)
 
     def send(self, offer: WeightOffer) -> SendReport:
-        """Send the offered weights to the engines. Raises like `WeightSender.send`."""
-        assert self.sender is not None, "only rank 0 sends"
-        return self.sender.send(offer)
+        """Send the offered weights to the engines, from rank 0. Raises like `WeightSender.send`.
+
+        The other ranks only gather a sharded model with rank 0, tensor by tensor.
+        """
+        if self.sender is not None:
+            return self.sender.send(offer)
+        if offer.transport in WIRES:
+            self.parallel.help_to_send()
+        return SendReport(phase_s={})
 
     def fall_back_to_full(self) -> None:
         """From the next weight sync on, send full weights with the adapter merged into them.
@@ -166,7 +176,6 @@ class WeightPublisher:
         """
         with self.ranks.of_phase("sync_done"):
             self.ranks.barrier()
-        self.parallel.release()
         self.version += not self._is_again
         if noise is not None:
             self.canary.noise = noise
@@ -192,11 +201,9 @@ class WeightPublisher:
         with self.ranks.of_phase("save"):
             self.device.wait()
             self.parallel.check()
-            self.parallel.gather()
-            # A collective if the model is sharded, so all ranks call it.
+            # Collectives if the model is sharded, so all ranks call them.
             adapter = adapter_files(self.loaded.model)
             weights = self.parallel.state_dict()
-            self.parallel.release()
         content: CheckpointContent | None = None
         if self.ranks.rank == 0:
             if weights is None:
@@ -257,14 +264,20 @@ class WeightPublisher:
 
 
 def make_sender(
-    weights: WeightSource, place: RankTopology, rollouts: RolloutMatchingSection, timeout_s: float
+    weights: WeightSource,
+    place: RankTopology,
+    rollouts: RolloutMatchingSection,
+    timeout_s: float,
+    *,
+    is_collective: bool = False,
 ) -> WeightSender:
     """Return the sender of full weights to the engines, for learner rank 0.
 
-    `timeout_s` limits each phase of a weight sync.
+    `timeout_s` limits each phase of a weight sync. `is_collective`: as in `WeightSender`.
     """
     return WeightSender(
         weights,
+        is_collective=is_collective,
         transport=place.transport,
         receivers=place.receivers,
         host=place.address,

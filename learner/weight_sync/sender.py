@@ -10,9 +10,11 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -26,7 +28,7 @@ from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.gloo import NUM_BUFFERS, GlooSender
 from shared.weight_sync.offer import PHASE_LIMIT, FullOffer, ProcessGroupSpec, TensorSpec
 from shared.weight_sync.phases import ENGINE_MARGIN_S, OFFER, SendReport, SyncPhase
-from shared.weight_sync.transports import TransportKind
+from shared.weight_sync.transports import WIRES, TransportKind
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -107,6 +109,57 @@ class _BroadcastToAll:
             communicator.broadcast(tensor, src=src)
 
 
+class _Handover:
+    """Passes tensors from the thread that makes them to the thread that sends them, one by one.
+
+    Not tested on a GPU.
+    """
+
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._waiting: Queue[tuple[str, torch.Tensor] | None] = Queue(maxsize=1)
+        self._has_ended = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, in the thread that sends them."""
+        while (item := self._waiting.get()) is not None:
+            _, tensor = item
+            if tensor.is_cuda:
+                # Its memory must not be reused before this thread's stream has read it.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            yield item
+
+    def pass_on(self, until: float) -> None:
+        """Make the tensors and pass them on, until `end` is called.
+
+        `until` is the latest time at which a tensor is passed on (`time.perf_counter`).
+        """
+        for item in self._tensors:
+            _, tensor = item
+            if tensor.is_cuda:
+                # The sender packs on other streams.
+                torch.cuda.current_stream(tensor.device).synchronize()
+            with suppress(Full):
+                self._waiting.put(item, timeout=max(0.0, until - time.perf_counter()))
+                if not self._has_ended:
+                    continue
+            return
+
+    def end(self) -> None:
+        """Pass on no more tensors. A sender that waits for one gets an error."""
+        self._has_ended = True
+        with suppress(Empty):
+            self._waiting.get_nowait()
+        with suppress(Full):
+            self._waiting.put_nowait(None)
+
+    def make_rest(self) -> None:
+        """Make the remaining tensors, for which other ranks wait, and pass none on."""
+        self.end()
+        for _ in self._tensors:
+            pass
+
+
 @dataclass(eq=False, repr=False)
 class WeightSender:
     """Sends the learner's full weights to the engines, in every weight sync of a run.
@@ -128,6 +181,11 @@ class WeightSender:
     host: str = "127.0.0.1"
     """Address of this node that the receivers can reach."""
     bucket_bytes: int = 16 << 20
+    is_collective: bool = False
+    """Whether `source` makes tensors together with other ranks (`Parallel.help_to_send`).
+
+    Then `send` makes all of them in its caller's thread, also if it fails.
+    """
     _listening: list[socket.socket] = field(init=False, default_factory=list)
     _groups: tuple[ProcessGroupSpec, ...] = field(init=False, default=())
     _wire: GlooSender | NcclSender | None = field(init=False, default=None)
@@ -136,7 +194,7 @@ class WeightSender:
     def __post_init__(self) -> None:
         self._transport = TransportKind(self.transport)
         # Without a wire (ipc, inproc), a backend in this process reads the weights directly.
-        self._has_wire = self._transport in (TransportKind.GLOO, TransportKind.NCCL)
+        self._has_wire = self._transport in WIRES
         self._limit = Timeout(self.timeout_s, PHASE_LIMIT)
 
     def offer(
@@ -181,6 +239,10 @@ class WeightSender:
         if not self._has_wire or not isinstance(offer.terms, FullOffer):
             return SendReport(phase_s={})
         terms = offer.terms
+        handover: _Handover | None = None
+        if self.is_collective:
+            assert not terms.num_logprobs, "the canary's forward is a collective too"
+            handover = _Handover(self.source.tensors())
         try:
             started = time.perf_counter()
             if self._wire is None:
@@ -189,11 +251,15 @@ class WeightSender:
             joined = time.perf_counter()
             logprobs: Future[Logprobs] = Future()
             wire = self._wire
-            checksummed = self.outgoing(terms, logprobs.result)
+            checksummed = self.outgoing(terms, logprobs.result, handover)
             sending = _in_thread(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
             # Concurrent with the packing here and the loading in the engines.
             _run(self._score or tuple, logprobs)
             scored = time.perf_counter()
+            if handover is not None:
+                end = handover.end
+                sending.add_done_callback(lambda _: end())
+                handover.pass_on(joined + self._limit.seconds)
             # Wait even if the canary failed: the sending thread ends by itself when it reads the
             # log-probabilities, and its group must not be closed before that.
             wait([sending], timeout=_left_s(joined, self._limit))
@@ -210,6 +276,9 @@ class WeightSender:
         except (WeightSyncError, LearnerError):
             self.close()
             raise
+        finally:
+            if handover is not None:
+                handover.make_rest()
         return SendReport(
             {
                 "send_gather": checksummed.gather_s,
@@ -221,13 +290,18 @@ class WeightSender:
         )
 
     def outgoing(
-        self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
+        self,
+        terms: FullOffer,
+        logprobs: Callable[[], Sequence[float]],
+        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> ChecksummedWeights:
         """Return the weights with their checksums, in the form in which they are sent.
 
-        `logprobs` returns the canary's log-probabilities as soon as they are computed.
+        Args:
+            logprobs: returns the canary's log-probabilities as soon as they are computed.
+            weights: the tensors of `source`; None makes them.
         """
-        return ChecksummedWeights(self.source.tensors(), terms, logprobs)
+        return ChecksummedWeights(weights or self.source.tensors(), terms, logprobs)
 
     def close(self) -> None:
         """Close the process groups, for example if the receivers change.

@@ -75,6 +75,10 @@ class ModelSection(Section):
     each segment. The flash kernel is torch's own, or FlashAttention 3 if `flash_attn_interface` is
     installed, on GPUs of compute capability 9 (not run on a GPU). sdpa and eager: the
     implementations of transformers, with a mask over the whole row."""
+    compile_blocks: bool = False
+    """Compile the blocks of the learner's language model and vision tower with torch.compile, all
+    but their attention. The first rows wait for the compiler. Needs g++ on CPU, gcc or clang on a
+    GPU. Not run on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     recompute_every: PositiveInt = 1
@@ -102,6 +106,16 @@ class ModelSection(Section):
                 wrong = f"{value} needs model.gradient_checkpointing: true, which is false".lower()
                 remedy = f"set model.gradient_checkpointing: true, or this key to {without}".lower()
                 raise refusal(wrong, remedy, key)
+        return self
+
+    @model_validator(mode="after")
+    def _compiles(self) -> ModelSection:
+        if self.compile_blocks and self.is_quantized:
+            wrong = "true does not support 4-bit weights (model.adapter.quantize)"
+            raise refusal(wrong, "set it to false", "compile_blocks")
+        if self.compile_blocks and self.adapter is not None and self.adapter.kind == "dora":
+            wrong = "true does not support DoRA (model.adapter.kind), whose layers share no graphs"
+            raise refusal(wrong, "set it to false", "compile_blocks")
         return self
 
     @property

@@ -175,12 +175,15 @@ class TrainingSection(Section):
     """Evaluate after every this many steps, on `data.val` or the environment's held-out examples.
     Reports are always made at the end of the channel-A warm-up (without one: before the first step)
     and at the end of the run. null: only these two."""
-    optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload"] = "adamw_torch"
+    optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload", "adamw_offload_all"] = (
+        "adamw_torch"
+    )
     """adamw_torch: float32 moments and master weights on the model's device. adamw_bnb_8bit: 8-bit
     moments in blocks of 256 values (bitsandbytes; 32 bits for embeddings and tensors under 4,096
-    values); saves 6 bytes per trained value. adamw_offload: gradients, moments and master weights
-    in host memory; saves 16 bytes (12 with a float32 model), but updates are slower. The last two
-    do not support `learner.parallel: fsdp`."""
+    values); saves 6 bytes per trained value. adamw_offload: moments and master weights in host
+    memory; saves 12 bytes (8 with a float32 model), but updates are slower. adamw_offload_all:
+    gradients too, which every row moves; saves 4 bytes more, but rows are slower. Only adamw_torch
+    supports `learner.parallel: fsdp`."""
     learning_rate: Annotated[LearningRate, Field(examples=[0.001])]
     """Peak learning rate of AdamW, at most 1."""
     weight_decay: NonNegativeFloat = 0.0
@@ -228,6 +231,11 @@ class TrainingSection(Section):
     backward needs more memory. GPUs must have compute capability 8.0 or higher. If torch or vLLM
     has no such kernel for the model, the run ends with an error that names the operation. No effect
     on CPU, where runs repeat anyway. Not run on a GPU."""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether master weights and moments are in host memory, whatever the model's device."""
+        return self.optimizer in ("adamw_offload", "adamw_offload_all")
 
     @field_validator("max_steps")
     @classmethod

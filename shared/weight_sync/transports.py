@@ -29,6 +29,8 @@ class TransportKind(StrEnum):
     """The offer itself contains an adapter, which is small."""
 
 
+WIRES = (TransportKind.GLOO, TransportKind.NCCL)
+"""Transports by which the learner sends; with the others, engines read the learner's tensors."""
 BUCKET_BYTES = {
     TransportKind.NCCL: 256 << 20,
     TransportKind.IPC: 256 << 20,

@@ -9,9 +9,11 @@ import pytest
 from PIL import Image
 
 from benchmarks.photographs import (
+    SCALE,
     annotations,
     check_with_coco,
     labelled,
+    of_task,
     overrides,
     photographs,
     write_parts,
@@ -46,19 +48,27 @@ def source(tmp_path):
 
 
 @pytest.fixture
-def data(source, tmp_path):
-    folder = tmp_path / "data"
+def imported(source, tmp_path):
+    folder = tmp_path / "imported"
     import_main(["format=voc", f"source={source}", "split=test", f"out={folder}/test.jsonl"])
     return folder
 
 
-def test_the_annotations_have_the_boxes_of_the_xml_files(source, data):
-    categories = json.loads((data / "test.categories.json").read_text())
+@pytest.fixture
+def data(imported, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines = (imported / "test.jsonl").open()
+    (folder / "test.jsonl").write_text("".join(map(of_task, lines)))
+    return folder
+
+
+def test_the_annotations_have_the_tasks_boxes_of_the_xml_files(source, imported, data):
+    categories = json.loads((imported / "test.categories.json").read_text())
     names = {one["id"]: one["name"] for one in categories}
     entries = annotations(source, data / "test.jsonl", categories)["annotations"]
-    # A box from pixel 11 to pixel 70, both in it, is 60 pixels wide and begins behind 10.
+    # A box from pixel 101 to pixel 180, both in it, is 80 pixels wide and begins behind 100.
     assert [(names[one["category_id"]], one["bbox"], one["image_id"]) for one in entries] == [
-        ("RBC", [10, 20, 60, 60], 1),
         ("WBC", [100, 20, 80, 100], 1),
         ("Platelets", [30, 130, 20, 20], 1),
         ("WBC", [100, 20, 80, 100], 2),
@@ -85,27 +95,27 @@ def test_a_report_that_differs_from_pycocotools_is_noticed(source, data, tmp_pat
         scores = {"by_class": {"bbox": {"ap": ap, "ap50": ap50}}}
         (report / "report.json").write_text(json.dumps({"coco": scores}))
 
-    reported(2 / 3, 2 / 3)  # two of three classes are found without an error
+    reported(0.5, 0.5)  # one of two classes is found without an error
     check_with_coco(source, data, report)
     check_with_coco(source, data, report)  # again: the exported results are replaced
-    reported(2 / 3, 0.7)
-    with pytest.raises(SystemExit, match=r"AP50 0\.7; pycocotools: \[0\.66"):
+    reported(0.5, 0.7)
+    with pytest.raises(SystemExit, match=r"AP50 0\.7; pycocotools: \[0\.5"):
         check_with_coco(source, data, report)
 
 
-def test_the_towers_labels_are_the_boxes_of_the_augmented_photograph(data):
-    seen = islice(photographs(data / "test.jsonl", fits=lambda part: True), 20)
+def test_the_towers_labels_are_the_boxes_of_the_augmented_photograph(imported):
+    seen = islice(photographs(imported / "test.jsonl", fits=lambda part: True), 20)
     boxes = [box for sample in seen for box in labelled(sample).boxes]
     assert {box.name for box in boxes} == {0, 1, 2}
     assert all(box.left < box.right and box.top < box.bottom for box in boxes)
     widest = max(box.right - box.left for box in boxes if box.name == 0)
-    assert widest == pytest.approx(60, abs=1.5), "where it is not cut"
+    assert widest == pytest.approx(60 * SCALE, abs=1.5), "where it is not cut"
 
 
-def test_parts_have_few_cells_and_no_red_ones(data, tmp_path, monkeypatch):
+def test_parts_have_few_cells_and_no_red_ones(imported, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.photographs.NUM_PARTS", 20)
     monkeypatch.setattr("benchmarks.photographs.MOST", 1)
-    write_parts(tmp_path / "parts", data / "test.jsonl")
+    write_parts(tmp_path / "parts", imported / "test.jsonl")
     parts = load_dataset(
         tmp_path / "parts" / "train.jsonl", on_bad_row="error", sort_objects=True, check_images=True
     ).samples

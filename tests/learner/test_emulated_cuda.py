@@ -228,7 +228,7 @@ def learn(
     )
     assert len(row.positions_N) > 5 * 16
     cost = () if cuda is None else (tuple(cuda.syncs), tuple(cuda.uploads), cuda.num_varlen)
-    gradients = [on_host(one.grad).clone() for one in optimizer.masters]
+    gradients = [on_host(one).clone() for one in optimizer.weights.gradients()]
     optimizer.update(0, len(segments))
     weights = {name: on_host(one.detach()).clone() for name, one in trained.items()}
     return Learned(result, dict(zip(trained, gradients, strict=True)), weights, *cost)
@@ -287,6 +287,34 @@ def test_in_bfloat16_one_call_of_the_flash_kernel_computes_a_layer_of_a_row(
     assert 0 < apart < 0.05**2 * size
     assert len(found.syncs) <= MOST_SYNCS, found.syncs
     assert found.uploads == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_an_offloaded_optimizer_only_an_update_moves_gradients_and_each_of_them_once(
+    configured: Callable[..., RunConfig], dtype: str
+) -> None:
+    policy, _ = CASES["k3"]
+    found = {}
+    for optimizer in ("adamw_torch", "adamw_offload", "adamw_offload_all"):
+        config = configured(model__dtype=dtype, training__optimizer=optimizer)
+        with emulated_cuda() as cuda:
+            learned = learn(config, policy, cuda)
+            found[optimizer] = (
+                learned,
+                [one for one in cuda.syncs if one.startswith("model/optimizer.py")],
+            )
+    (plain, _), (summed_there, moved), (summed_here, moved_by_all) = found.values()
+    for one in (summed_there, summed_here):
+        assert one.result.loss == plain.result.loss
+        assert all(torch.equal(one.gradients[name], of) for name, of in plain.gradients.items())
+        for name, weight in plain.weights.items():
+            # The fused kernel of AdamW rounds in another order.
+            torch.testing.assert_close(one.weights[name], weight, atol=1e-6, rtol=1e-2)
+    assert len(summed_there.syncs) <= MOST_SYNCS, summed_there.syncs
+    assert len(moved) == 1 + len(plain.gradients), "the gradient's norm, and each gradient"
+    assert len(summed_here.syncs) - len(summed_there.syncs) == len(plain.gradients)
+    assert len(moved_by_all) == len(plain.gradients), "in the row"
 
 
 @pytest.mark.slow

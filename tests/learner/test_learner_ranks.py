@@ -23,6 +23,7 @@ from learner.rollout_logs.samples import read_step
 from learner.rollout_logs.writer import step_path
 from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, ConfigError, LearnerError, RolloutError
+from shared.weight_sync.offer import CANARY, CHECKSUMS
 
 pytestmark = pytest.mark.processes
 
@@ -30,6 +31,7 @@ ALONE = RankTopology("rollmatch_gloo", (ReceiverGroup(1),))
 STEPS, CHUNK = 3, 4
 FSDP = {"learner__world_size": 2, "learner__parallel": "fsdp"}
 DDP = {"learner__world_size": 2}
+BUCKETS = {"rollout_matching__vllm__sync__bucket_bytes": 200_000}
 
 
 def timeless(reports):
@@ -232,6 +234,14 @@ def test_copies_that_drifted_apart_stop_at_the_next_sync(four_ranks, rank_config
         assert "model.language_model.layers.1.mlp.up_proj.weight" in str(error)
 
 
+def test_shards_with_compiled_blocks_take_the_updates_that_one_rank_takes(
+    alone, two_ranks, rank_config
+):
+    recomputed = {"model__gradient_checkpointing": True}
+    config = rank_config(**FSDP, **recomputed, model__compile_blocks=True)
+    assert_same_updates(alone, two_ranks.run(rank_jobs.learn_traced, config, STEPS, CHUNK // 2))
+
+
 @pytest.mark.parametrize("head_dtype", ["model", "float32"])
 def test_in_bfloat16_sharded_ranks_keep_float32_masters_and_send_bfloat16(
     two_ranks, rank_config, tmp_path, head_dtype
@@ -296,6 +306,24 @@ def test_a_checkpoint_of_several_ranks_loads_as_one_of_one_rank_does(synced, syn
 def test_held_out_requests_are_shared_out_in_rank_order(synced):
     first, second = synced
     assert (first.held_out, second.held_out) == (list(range(8)), list(range(8, 16)))
+
+
+@pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_ranks_send_what_they_hold_together_also_after_a_send_that_failed(
+    two_ranks, rank_config, parallel
+):
+    """Shards are gathered tensor by tensor while they are sent, by both ranks in the same order."""
+    first, second = two_ranks.run(
+        rank_jobs.send, rank_config(**parallel, timeouts__sync_phase_s=2.0, **BUCKETS)
+    )
+    assert re.search("rendezvous on learner", str(first.error))
+    assert second.error is None
+    for name, weight in first.weights.items():
+        assert torch.equal(first.arrived.pop(name), weight)
+        assert torch.equal(second.weights[name], weight)
+    assert set(first.arrived) <= {CHECKSUMS, CANARY}
+    assert first.report.phase_s["send_gather"] > 0
+    assert second.report.phase_s == {}
 
 
 # Errors

@@ -282,7 +282,7 @@ def test_the_sender_of_buckets_has_no_row_meanwhile(sizes, shape):
     assert many[BUCKETS] == 2 * ((256 << 20) + 4 * 10**9) - row
 
 
-def test_the_sender_of_shards_gathers_a_tensor_beside_its_buckets_and_no_layers_meanwhile(
+def test_the_sender_of_shards_gathers_a_bucket_and_two_tensors_and_no_layers_meanwhile(
     sizes, shape
 ):
     large = {f"model.language_model.layers.{i}.w.weight": (10**8,) for i in range(3, 20)}
@@ -294,7 +294,8 @@ def test_the_sender_of_shards_gathers_a_tensor_beside_its_buckets_and_no_layers_
         for changes in ({}, sharded)
     )
     less_row = whole["temporary tensors of a backward"] - shards["temporary tensors of a backward"]
-    assert shards[BUCKETS] - whole[BUCKETS] == 4 * 10**8 - shards[GATHERED] + less_row
+    bucket = 4 * of.num_parameters
+    assert shards[BUCKETS] - whole[BUCKETS] == bucket + 8 * 10**8 - shards[GATHERED] + less_row
 
 
 def test_layers_that_are_not_recomputed_keep_all_that_their_backward_needs(learner_parts):
@@ -474,8 +475,8 @@ def test_weights_that_are_made_for_a_sync_need_room_beside_the_engine(sizes, sha
     assert name in merged.describe()
     sharded = sizes(**COLOCATE, learner__world_size=2, learner__parallel="fsdp")
     shards = shared_device_estimate(sharded, LEARNER, ENGINE)
-    # Gathered into host memory, they return one by one.
-    assert shards.parts[name] == max(map(math.prod, shape.parameters.values())) * 4
+    # Gathered one by one: one is copied, and the next one is made.
+    assert shards.parts[name] == 2 * max(map(math.prod, shape.parameters.values())) * 4
 
 
 CACHE_KEY = "rollout_matching.vllm.kv_cache_memory_bytes"

@@ -7,7 +7,12 @@ import pytest
 from config_support import configuration
 
 from launch.checks.learner_memory import host_estimate, learner_estimate
-from launch.checks.memory import DeviceMemory, Needs
+from launch.checks.memory import (
+    DeviceMemory,
+    Needs,
+    engine_estimate,
+    shared_device_estimate,
+)
 from launch.checks.model_shape import ModelShape, RunSizes, VisionShape
 from launch.checks.proposals import less_recomputation, proposals
 from shared.weight_sync.transports import Device, TransportKind
@@ -206,9 +211,10 @@ def test_where_no_adapter_can_be_what_else_fits_is_still_proposed(config, qwen):
     assert found and not any("model.adapter" in str(one.overrides) for one in found)
 
 
-def test_what_leaves_the_gpu_is_counted_in_host_memory(config, qwen):
+@pytest.mark.parametrize("optimizer", ["adamw_offload", "adamw_offload_all"])
+def test_what_leaves_the_gpu_is_counted_in_host_memory(config, qwen, optimizer):
     settings = {"model__gradient_checkpointing": True, "model__activation_offload": True}
-    run = config(training__optimizer="adamw_offload", **settings)
+    run = config(training__optimizer=optimizer, **settings)
     host = host_estimate(RunSizes.of(run, qwen), 1)
     assert host.what == "host memory of 1 learner rank, during the training"
     assert host.parts == {
@@ -219,11 +225,33 @@ def test_what_leaves_the_gpu_is_counted_in_host_memory(config, qwen):
     away = estimate(run, qwen)
     of_update = ("master weights", "optimizer")
     assert sum(away.parts.get(name, 0) for name in of_update) == 0
-    largest = 2 * 151_936 * 2560
-    assert away.parts["gradients"] == largest, "one at a time, as it leaves"
-    saved = sum(plain.parts[name] for name in (*of_update, "gradients")) - largest
+    saved = 12 * qwen.num_parameters
+    if optimizer == "adamw_offload_all":
+        largest = 2 * 151_936 * 2560
+        assert away.parts["gradients"] == largest, "one at a time, as it leaves"
+        saved += 4 * qwen.num_parameters - largest
     kept = 2 * 12_000 * (35 * 2560 + 23 * 4 * 1024)
     assert plain.total - away.total == saved + kept
+
+
+def test_gradients_that_are_summed_for_a_host_optimizer_leave_with_it_while_an_engine_works(
+    config, qwen
+):
+    def working(optimizer):
+        engines = {
+            "rollout_matching__vllm": {"mode": "colocate", "gpu_memory_utilization": 0.5},
+            "stage2_ab__channel_b__enable_pipeline": False,
+            "rollout_matching__offload": {"enabled": True, "offload_optimizer": True},
+        }
+        sizes = RunSizes.of(config(2000, training__optimizer=optimizer, **engines), qwen)
+        learner = learner_estimate(sizes, Device.CUDA, TransportKind.IPC)
+        engine = engine_estimate(sizes, 1, Device.CUDA, 200 * GIB, TransportKind.IPC)
+        return shared_device_estimate(sizes, learner, engine, TransportKind.IPC)
+
+    found = working("adamw_offload")
+    assert found.what.endswith("while the engine works")
+    assert "gradients" not in found.parts
+    assert found.parts == working("adamw_torch").parts
 
 
 FSDP = {"learner__parallel": "fsdp", "learner__world_size": 2}
@@ -243,8 +271,8 @@ def test_every_rank_loads_the_whole_model_into_host_memory_and_to_shard_it_in_fl
     assert host.total == num_ranks * size * 31_070_000_000
 
 
-@pytest.mark.parametrize(("mode", "num_senders"), [("actors", 1), ("colocate", 2)])
-def test_ranks_that_send_shards_gather_them_in_host_memory(config, qwen, mode, num_senders):
+@pytest.mark.parametrize("mode", ["actors", "colocate"])
+def test_shards_are_gathered_in_host_memory_by_rank_0_and_only_for_a_checkpoint(config, qwen, mode):
     kept = {"model__gradient_checkpointing": True, "model__activation_offload": True}
     engines = {
         "rollout_matching__vllm": {"mode": mode},
@@ -254,7 +282,7 @@ def test_ranks_that_send_shards_gather_them_in_host_memory(config, qwen, mode, n
     host = host_estimate(RunSizes.of(run, qwen), 2)
     assert host.parts == {
         "inputs of layers": 2 * 2 * 100_000 * (36 * 2560 + 24 * 4 * 1024),
-        "weights gathered for a sync": num_senders * 2 * qwen.num_parameters,
+        "weights gathered for a checkpoint": 2 * qwen.num_parameters,
     }
 
 
