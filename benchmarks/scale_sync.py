@@ -283,7 +283,9 @@ class Members:
 
     def _start(self, index: int) -> tuple[Any, Connection]:
         near, far = PROCESSES.Pipe()
-        process = PROCESSES.Process(target=self._run, args=(far, index, *self._arguments))
+        arguments = (far, index, *self._arguments)
+        # A daemon is ended with this process, also if another process did not start.
+        process = PROCESSES.Process(target=self._run, args=arguments, daemon=True)
         process.start()
         far.close()
         return process, near

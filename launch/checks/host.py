@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import site
 import subprocess
@@ -33,6 +34,8 @@ RAY_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 SCRATCH_BYTES = 64 * 2**20
 """Disk space that a run needs for temporary files and for Ray's sockets and logs."""
 DISTRIBUTION = "rollmatch"
+OWN_CODE = [Path(__file__).parents[2] / name for name in ("rollout_actors", "shared")]
+"""Folders of this package whose modules an engine imports."""
 
 
 def path_problems(config: RunConfig) -> Iterator[str]:
@@ -232,7 +235,7 @@ def vllm_import(
     The block gets a function that waits for the import, and yields a problem if it failed.
     Only this node's installation is tried, for at most `limit_s` seconds (`timeouts.start_s`).
     A success is kept in the user's cache, because the import takes seconds: it is tried again after
-    a change of the installed packages, of the GPU driver or of a variable that decides the import.
+    a change of our code, the packages, the machine, its GPU driver or a variable that decides the import.
     """
     if not rollouts.starts_engines or find_spec("vllm") is None:
         yield lambda: iter(())
@@ -279,16 +282,17 @@ def _import_state() -> str:
     """Return a digest of what decides whether this machine can import an installed package."""
     variables = ("CUDA_", "LD_", "PYTHON", "VLLM_")
     driver = Path("/proc/driver/nvidia/version")
+    # An installation changes the times of these paths. A folder may be missing.
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    paths = [path for folder in folders for path in Path(folder).glob("*")]
+    # Our modules import vLLM's, and change without an installation in a checkout.
+    paths += [path for folder in OWN_CODE for path in folder.rglob("*.py")]
     return kept.digest_of(
         sys.version,
+        platform.uname(),  # machines may share the cache's folder
         sorted(item for item in os.environ.items() if item[0].startswith(variables)),
         driver.read_text() if driver.is_file() else None,
-        # An installation changes the time of the packages' folders.
-        sorted(
-            (entry.path, entry.stat().st_mtime_ns)
-            for folder in site.getsitepackages()
-            for entry in os.scandir(folder)
-        ),
+        sorted((str(path), kept.fingerprint(path)) for path in paths),
     )
 
 

@@ -217,7 +217,8 @@ class EnvironmentSection(Section):
     """Do not learn the rollouts of an example (a group) if their rewards are all equal. These
     rollouts have the advantage 0. They are counted in `rollout/num_left_out`, and the step's loss
     is still divided as if they were learned. null: true if `policy_gradient` is the only objective
-    and there is no teacher, because the update is then the same."""
+    and there is no teacher, because their gradient is then 0. A step without any other group
+    changes no weights: AdamW's moments do not either."""
     refill_rounds: NonNegativeInt = 0
     """How many times per step examples that teach nothing are replaced by other examples. These are
     examples whose rollouts all have the same reward, and examples with fewer than two rollouts

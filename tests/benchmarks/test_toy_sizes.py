@@ -43,6 +43,7 @@ ELSEWHERE = {
     "learner_memory": "tests/benchmarks/test_learner_memory.py",
     "mutations": "tests/benchmarks/test_mutations.py",
     "photographs": "tests/benchmarks/test_photographs.py",
+    "scale_sync": "tests/benchmarks/test_scale_sync.py",
     "two_hosts": "tests/benchmarks/test_two_hosts.py",
 }
 """Benchmarks whose parts another file tests."""

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from launch.checks import host
 from launch.checks.host import compiler_problems, hidden, vllm_import
 from shared.weight_sync.transports import Device
 from tests.fixtures.config_changes import load
@@ -45,6 +46,27 @@ def test_an_import_of_vllm_is_tried_again_after_a_failure_or_a_change(tmp_path, 
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "another")
     assert [problems("raise OSError"), problems("raise OSError")] == [1, 1]
     assert tried.read_text() == "...."
+
+
+def test_a_change_of_packages_own_code_or_machine_changes_the_key_of_a_kept_import(
+    tmp_path, monkeypatch
+):
+    packages, own, user = (tmp_path / name for name in ("packages", "own", "user"))
+    for folder in (packages, own):
+        folder.mkdir()
+    (packages / "removed").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(packages), str(tmp_path / "missing")])
+    monkeypatch.setattr("site.getusersitepackages", lambda: str(user))
+    monkeypatch.setattr(host, "OWN_CODE", [own])
+    keys = [host._import_state(), host._import_state()]
+    assert len({*keys}) == 1
+    for module in (packages / "new.py", own / "engine.py", user / "new.py"):
+        module.parent.mkdir(exist_ok=True)
+        module.touch()
+        keys.append(host._import_state())
+    monkeypatch.setattr("platform.uname", lambda: "another machine")
+    keys.append(host._import_state())
+    assert len({*keys}) == 5
 
 
 def test_a_hidden_package_is_found_again_afterwards_and_an_imported_one_is_not_hidden(tmp_path):

@@ -341,6 +341,20 @@ def test_a_group_of_equal_rewards_to_which_a_rubric_gave_advantages_of_its_own_i
     assert dropping.metrics["loss/total"] != pytest.approx(without, abs=1e-4)
 
 
+@pytest.mark.parametrize(("drops", "is_changed"), [(None, False), (False, True)])
+def test_moments_change_the_weights_in_a_step_without_signal_only_if_it_is_learned(
+    config, drops, is_changed
+):
+    settings = config(environment__drop_equal_groups=drops)
+    first = Learned(settings)
+    learner = first.learner
+    learner.publisher.done()
+    plan = RunSchedule(settings).plan(1)
+    learner.accumulate(begin(learner, plan, reward=lambda _: 0.5, version=1))
+    assert finish_step(learner).metrics["optim/grad_norm"] == 0.0
+    assert same(first.weights, weights_of(learner)) is not is_changed
+
+
 @pytest.mark.parametrize("reason", ["nothing was sampled", "no group has a signal"])
 def test_a_step_of_which_nothing_is_learned_is_an_update_by_zeros_with_metrics_and_a_progress_line(
     config, reason
