@@ -109,7 +109,8 @@ def test_a_step_is_that_of_the_groups_that_stand_in_its_places_at_the_end(config
 @pytest.mark.slow
 def test_groups_that_are_still_without_signal_when_the_rounds_are_over_stay(config):
     """As without refill: they have no gradient, and count in the divisor."""
-    step = Refilled(config(objective={"normalize": "batch"}), flat(1, 4, 7))
+    keeping = {"environment__drop_equal_groups": False}
+    step = Refilled(config(objective={"normalize": "batch"}, **keeping), flat(1, 4, 7))
     (last,) = step.answers[-1:]
     assert step.metrics["rollout/num_groups_without_signal"] == 3
     assert step.metrics["rollout/num_left_out"] == 2 * GROUP

@@ -26,6 +26,7 @@ from scripted_client import ScriptedClient
 
 from launch.tools.vf_eval import __main__ as vf_eval
 from launch.tools.vf_eval import endpoint as endpoint_module
+from launch.tools.vf_eval import session
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.loading import load_environment
 from shared.errors import UnreachableError
@@ -343,7 +344,7 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
 
 
 def test_after_one_signal_a_plain_function_is_waited_for_and_then_cut_off(shell, url, monkeypatch):
-    monkeypatch.setattr(vf_eval, "PLAIN_S", 0.2)
+    monkeypatch.setattr(session, "PLAIN_S", 0.2)
     interrupts = ["-a", '{"interrupts": true}']
     try:
         done = shell.run("hanging.py", "-b", url, "-r", "1", "-c", "1", *interrupts, status=130)
