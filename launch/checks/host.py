@@ -235,7 +235,8 @@ def vllm_import(
     The block gets a function that waits for the import, and yields a problem if it failed.
     Only this node's installation is tried, for at most `limit_s` seconds (`timeouts.start_s`).
     A success is kept in the user's cache, because the import takes seconds: it is tried again after
-    a change of our code, the packages, the machine, its GPU driver or a variable that decides it.
+    a change of our code, the packages, the machine, its GPU driver or a variable that decides the
+    import.
     """
     if not rollouts.starts_engines or find_spec("vllm") is None:
         yield lambda: iter(())
