@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -114,10 +114,13 @@ class Sender(WeightSender):
     parts: Collection[Part] = ALL_PARTS
 
     def outgoing(
-        self, terms: FullOffer, logprobs: Callable[[], Sequence[float]]
+        self,
+        terms: FullOffer,
+        logprobs: Callable[[], Sequence[float]],
+        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> ChecksummedWeights:
         kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
-        return kind(self.source.tensors(), terms, logprobs)
+        return kind(weights or self.source.tensors(), terms, logprobs)
 
 
 class Learner:
