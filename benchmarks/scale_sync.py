@@ -175,7 +175,7 @@ def engine(pipe: Connection, index: int, network: bool) -> None:
 
 
 class Shards:
-    """Weights of which each learner rank has a part; `tensors` is called by all ranks at once."""
+    """Weights that the learner ranks divide; all ranks call `tensors` at once."""
 
     def __init__(self, megabytes: int, ranks: int) -> None:
         numbers = (megabytes << 20) // (4 * NUM_TENSORS * ranks)

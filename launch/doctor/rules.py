@@ -93,7 +93,7 @@ Judge = Callable[[History, "Rule"], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Something that goes wrong in training, by which figure it is seen, and what to do."""
+    """Something that goes wrong in training, the figure that shows it, and what to do."""
 
     name: str
     figure: str
@@ -101,7 +101,7 @@ class Rule:
     judge: Judge
     threshold: float
     window: int
-    """Number of steps (or held-out reports) over which the figure is judged."""
+    """The figure is judged over so many steps (or held-out reports)."""
     page: str
     """Page of the documentation, below docs/."""
     cause: str

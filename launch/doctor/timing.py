@@ -26,7 +26,7 @@ from shared.schedule import RunSchedule
 DRAW = ("draw samples", "draw again")
 WAITS = ("wait for ranks", "reduce gradients")
 VERDICT_STEPS = 20
-"""Number of steps after which a verdict is printed."""
+"""A verdict is printed after so many steps."""
 EXPLAINED = 0.75
 """Least share of the variance of learning times that rows and tokens must explain."""
 LEAST_GAIN = 0.03
@@ -39,13 +39,13 @@ class RoundTimes:
 
     start_s: float = float("inf")
     ends_s: dict[str, float] = field(default_factory=dict)
-    """Unix time at which each actor had generated its rollouts."""
+    """Unix time when each actor had generated its rollouts."""
     num: dict[str, int] = field(default_factory=dict)
     """Number of rollouts of each actor."""
     learn_s: float = 0.0
-    """Seconds in which the slowest rank learned the round."""
+    """Seconds that the slowest rank learned the round."""
     learned_at_s: float = 0.0
-    """Unix time at which all ranks had learned it."""
+    """Unix time when all ranks had learned it."""
 
     @property
     def generate_s(self) -> float:
@@ -70,10 +70,10 @@ class StepTimes:
     finish_s: float
     """Seconds of the learner after the last round: its last rows and the update."""
     reduce_s: float
-    """Seconds in which the slowest rank waited for others and summed gradients."""
+    """Seconds that the slowest rank waited for others and summed gradients."""
     sync_s: float
     wait_s: float
-    """Seconds in which the learner waited for rounds."""
+    """Seconds that the learner waited for rounds."""
     busy_s: Mapping[str, float]
     """Seconds of work of each process, by its name."""
     num_rows: float = 0.0
@@ -126,7 +126,7 @@ class StepTimes:
 
     @property
     def learn_s(self) -> float:
-        """Seconds in which the slowest rank learned."""
+        """Seconds that the slowest rank learned."""
         return sum(one.learn_s for one in self.rounds) + self.finish_s
 
     def bounds(self) -> dict[str, float]:
@@ -203,7 +203,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """A model of channel-B steps with which changes are tried."""
+    """A model of channel-B steps, to try changes."""
 
     config: RunConfig
     devices: tuple[int, ...]
@@ -212,7 +212,7 @@ class StepModel:
     factors: tuple[float, ...]
     """How much slower each engine is than the law."""
     learn_s: float
-    """Seconds in which a rank learns a rollout."""
+    """Seconds that a rank learns a rollout."""
     draw_s: float
     finish_s: float
     rest_s: float

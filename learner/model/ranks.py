@@ -267,7 +267,7 @@ class Ranks:
 
         Args:
             moves: source and destination of each message; the same list on all ranks.
-            sent: the messages of which this rank is the source, in order.
+            sent: the messages from this rank, in order.
 
         Example: with moves [(0, 2), (1, 2)], rank 2 returns the messages of ranks 0 and 1.
         """
