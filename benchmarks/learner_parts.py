@@ -11,19 +11,15 @@ must give the same result:
 - embedding: the backward of an embedding that adds its gradient in place, and torch's.
 - adamw: the update with torch's fused kernel, and without it.
 - logits: the logits of a row that fit into one chunk, kept for the backward, and computed again.
-- allocator: rows of a model in processes with and without the settings that keep freed memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +33,7 @@ from transformers.utils import logging
 from launch.tools.demo.language_model import make_config, make_tokenizer
 from learner.learner import Learner
 from learner.model.optimizer import InPlaceEmbedding
-from learner.model.ranks import LearnerDevice, RankTopology, ReceiverGroup
+from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.objectives.base import LearnedSupervision
 from learner.objectives.coord_math import Normalizer, OverVocabulary, read_logits
 from learner.objectives.policy_gradient import log_ratios
@@ -290,54 +286,12 @@ def compare_logits(options: argparse.Namespace) -> None:
     )
 
 
-def rows_of(options: argparse.Namespace, *, keeps: bool) -> tuple[float, int, float]:
-    """Learn rows in this process; return the median seconds, the peak in bytes, and the loss."""
-    torch.set_num_threads(1)
-    if keeps:
-        LearnerDevice(torch.device("cpu")).keep_freed_memory()
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=options.words,
-            hidden_size=options.hidden,
-            intermediate_size=3 * options.hidden,
-            num_hidden_layers=options.layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=64,
-        )
-    )
-    ids = torch.randint(options.words, (1, ROW))
-    seconds = []
-    for _ in range(1 + REPEATS):
-        started = time.process_time()
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        seconds.append(time.process_time() - started)
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return statistics.median(seconds[1:]), peak, loss.item()
-
-
-def compare_allocators(options: argparse.Namespace) -> None:
-    found = []
-    for keeps in (True, False):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found.append(pool.submit(rows_of, options, keeps=keeps).result())
-    (ours_s, ours, loss), (plain_s, plain, expected) = found
-    assert loss == expected, (loss, expected)
-    print(
-        f"a row of {ROW} tokens: freed memory kept {ours_s:.3f} s, peak {ours / 1e9:.2f} GB;"
-        f" glibc's defaults {plain_s:.3f} s, {plain / 1e9:.2f} GB; ratio {ours_s / plain_s:.3f}"
-    )
-
-
 PARTS = {
     "groups": compare_groups,
     "calls": compare_calls,
     "embedding": compare_embeddings,
     "adamw": compare_adamw,
     "logits": compare_logits,
-    "allocator": compare_allocators,
 }
 
 

@@ -117,10 +117,10 @@ class Sender(WeightSender):
         self,
         terms: FullOffer,
         logprobs: Callable[[], Sequence[float]],
-        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> ChecksummedWeights:
         kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
-        return kind(weights or self.source.tensors(), terms, logprobs)
+        return kind(tensors, terms, logprobs)
 
 
 class Learner:

@@ -198,6 +198,15 @@ def run_command() -> None:
     runpy.run_module(f"launch.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
 
 
+def read_words(doc: str | None, arguments: Sequence[str] | None) -> list[str]:
+    """Return a command's arguments, by default the process's; `--help` prints `doc` and exits."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(doc)
+        sys.exit(0)
+    return words
+
+
 def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
     """Parse a command's `key=value` arguments into its options; `--help` prints the keys and exits.
 

@@ -90,7 +90,6 @@ class Learner:
         self._config = config
         device = LearnerDevice(torch.device(place.device))
         device.use_full_float32()
-        device.keep_freed_memory()
         if config.training.deterministic:
             device.use_deterministic_kernels()
         if config.model.attention == "auto" and config.model.dtype == "bfloat16":

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.cli import explained
+from launch.cli import explained, read_words
 from launch.doctor.learning import Doctor
 from launch.doctor.rules import RULES
 from launch.doctor.timing import read_times, verdict
@@ -24,10 +24,7 @@ from shared.run_files import read_steps
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return
+    words = read_words(__doc__, arguments)
     with explained(make_console(stderr=True)):
         if len(words) != 1:
             raise ConfigError("doctor: needs a run folder; write `rollmatch doctor RUN`")

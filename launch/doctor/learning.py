@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launch.doctor.rules import RULES, History, Line
+from launch.doctor.figures import History, Line
+from launch.doctor.rules import RULES
 from shared.config import RunConfig
 from shared.run_files import read_steps
 
@@ -79,16 +80,16 @@ class Doctor:
 
     def _check(self) -> list[Finding]:
         history = self._history
-        told = {finding.rule for finding in self.findings}
+        reported = {finding.rule for finding in self.findings}
         step = history.steps[-1]["step"] if history.steps else 0
         found = []
         for rule in RULES:
-            if rule.name in told or told & set(rule.explained_by):
+            if rule.name in reported or reported & set(rule.explained_by):
                 continue
             value = rule.judge(history, rule)
             if value is None:
                 continue
-            told.add(rule.name)
+            reported.add(rule.name)
             over = "" if rule.window == 1 else f" over {rule.window}"
             text = (
                 f"{rule.figure} {value:.3g} (threshold {rule.threshold:g}{over}): {rule.cause};"

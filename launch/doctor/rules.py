@@ -1,91 +1,26 @@
-"""The rules of the doctor: what goes wrong in training, and what to do (docs/how_to/doctor.md).
-
-A rule judges figures that a run computes anyway: lines of `metrics.jsonl` and
-`evaluations.jsonl`, and the configuration.
-"""
+"""The rules of the doctor: what goes wrong in training, and what to do (docs/how_to/doctor.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan, prod
-from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 
-from launch.checks.model_shape import read_headers
-from shared.config import RunConfig
-from shared.errors import ConfigError
+from launch.doctor.figures import LEAST_OBJECTS, History, has_counts
 from shared.metrics import REWARD_FAMILY, SOURCE_FAMILY, TASK_FAMILY
-
-Line = Mapping[str, Any]
 
 NO_OBJECTS = 0.1
 """Valid objects per ground-truth object at which a model counts as writing none."""
-LEAST_RISE = 0.1
-"""Least change of a reward or match rate, as a share of the larger value, that counts as a rise."""
 BEFORE = 20
 """Maximum number of steps that a judged window is compared with."""
 CLEAR = 3.0
 """Least change of a reward part that counts, in standard errors."""
-LEAST_OBJECTS = 5
-"""Least number of objects in a step, or of a class in a report, whose shares are judged."""
 ADAPTER_RATES = (1e-6, 2e-3)
 FULL_RATES = ((1e9, 1e-7, 1e-4), (1e8, 1e-7, 5e-4), (0.0, 1e-6, 5e-3))
 """The usual peak learning rates, at most and at least: of adapters, and of all weights of models
 with at least so many parameters."""
-GAP_FLOORS = {"float32": 1e-4, "bfloat16": 0.02}
-"""Mean differences of log-probabilities, in nats, below which growth is not judged."""
-
-
-class History:
-    """A run's figures so far: one list for each figure, with an entry per step that has it."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.steps: list[Line] = []
-        self.reports: list[Line] = []
-        self.classes: list[Mapping[str, tuple[float, int]]] = []
-        """For each held-out report, by class: F1 and number of ground-truth objects."""
-        self.num_parameters = _num_parameters(config)
-        """None if the checkpoint cannot be read (any more)."""
-        self._values: dict[str, list[float]] = {}
-
-    def add(self, line: Line) -> None:
-        """Add a line of metrics.jsonl."""
-        self.steps.append(line)
-        for name, figure in FIGURES.items():
-            if (value := figure(line, self.config)) is not None:
-                self._values.setdefault(name, []).append(value)
-
-    def of(self, figure: str) -> Sequence[float]:
-        return self._values.get(figure, ())
-
-    def last(self, figure: str, window: int) -> float | None:
-        """Return the figure's median in its last `window` steps; None before there are so many."""
-        values = self.of(figure)
-        return median(values[-window:]) if len(values) >= window else None
-
-    def ends(self, figure: str, window: int) -> tuple[float, float]:
-        """Return the figure's medians in its first and its last `window` steps.
-
-        Both are NaN, which no comparison accepts, before there are twice as many steps.
-        """
-        values = self.of(figure)
-        if len(values) < 2 * window:
-            return nan, nan
-        return median(values[:window]), median(values[-window:])
-
-    def learns(self, window: int) -> bool:
-        """Return whether the reward, or else the match rate, has risen since the first steps."""
-        for figure in ("reward", "match rate"):
-            if self.of(figure):
-                first, last = self.ends(figure, window)
-                return last - first >= LEAST_RISE * max(abs(first), abs(last), 1e-9)
-        return False
-
 
 Judge = Callable[[History, "Rule"], float | None]
 """Returns the value of a rule's figure if it is beyond the threshold, else None."""
@@ -97,7 +32,7 @@ class Rule:
 
     name: str
     figure: str
-    """What is judged, as messages name it; a key of `FIGURES` if a general judge reads it."""
+    """What is judged, as messages name it; for a general judge a key of `figures.FIGURES`."""
     judge: Judge
     threshold: float
     window: int
@@ -107,107 +42,7 @@ class Rule:
     cause: str
     remedy: str
     explained_by: tuple[str, ...] = ()
-    """Rules after whose finding this one is not told, because it has the same cause."""
-
-
-Figure = Callable[[Line, RunConfig], float | None]
-
-
-def _share(part: str, whole: str, least: int = 1) -> Figure:
-    def figure(line: Line, _config: RunConfig) -> float | None:
-        if part not in line or line.get(whole, 0) < least:
-            return None
-        return float(line[part]) / float(line[whole])
-
-    return figure
-
-
-def _metric(name: str) -> Figure:
-    return lambda line, _config: line.get(name)
-
-
-def _has(line: Line, *counts: str) -> bool:
-    """Return whether a line has all these counts of rollouts, and any rollouts."""
-    return line.get("rollout/num", 0) > 0 and all(f"rollout/{name}" in line for name in counts)
-
-
-def _left_open(line: Line, _config: RunConfig) -> float | None:
-    """Return the share of answers that opened, and that the model ended before they were closed."""
-    if not _has(line, "num_fallback", "num_truncated", "num_length_limited"):
-        return None
-    open_ = line["rollout/num_truncated"] - line["rollout/num_length_limited"]
-    return max(0.0, open_ - line["rollout/num_fallback"]) / float(line["rollout/num"])
-
-
-def _never_opened(line: Line, _config: RunConfig) -> float | None:
-    if not _has(line, "num_fallback", "num_truncated"):
-        return None
-    # An empty list is a fallback, too, but is closed.
-    broken = min(line["rollout/num_fallback"], line["rollout/num_truncated"])
-    return float(broken) / float(line["rollout/num"])
-
-
-def _top_name(line: Line, _config: RunConfig) -> float | None:
-    if not _has(line, "num_valid_objects", "top_name_share", "top_name_share_of_truth"):
-        return None
-    if line["rollout/num_valid_objects"] < LEAST_OBJECTS:
-        return None
-    return float(line["rollout/top_name_share"] - line["rollout/top_name_share_of_truth"])
-
-
-def _length(line: Line, config: RunConfig) -> float | None:
-    if "rollout/length" not in line:
-        return None
-    limit = config.rollout_matching.max_new_tokens * line.get("rollout/turns", 1.0)
-    return float(line["rollout/length"]) / limit if limit else None
-
-
-def _gap(line: Line, config: RunConfig) -> float | None:
-    """Return the learner's difference from the engines, as a multiple of what is judged."""
-    if (mean := line.get("policy/logprob_difference")) is not None:
-        return float(mean) / GAP_FLOORS[config.model.dtype]
-    largest = line.get("rollout/logprob_max_abs")
-    return None if largest is None else float(largest) / (0.5 * config.logprob_tolerance)
-
-
-def _no_gradient(line: Line, _config: RunConfig) -> float | None:
-    # Groups without signal explain a gradient of 0; they have a rule of their own.
-    if "optim/grad_norm" not in line or line.get("rollout/no_signal_share") == 1:
-        return None
-    return float(line["optim/grad_norm"] <= 1e-10)
-
-
-FIGURES: dict[str, Figure] = {
-    "answers that never open": _never_opened,
-    "answers left open": _left_open,
-    "answers cut by length": _metric("rollout/length_limited_rate"),
-    "length / max_new_tokens": _length,
-    "valid objects / ground truth": _share(
-        "rollout/num_valid_objects", "rollout/num_ground_truth", LEAST_OBJECTS
-    ),
-    "match rate": _metric("rollout/match_rate"),
-    "doubles / valid objects": _share(
-        "rollout/num_doubles", "rollout/num_valid_objects", LEAST_OBJECTS
-    ),
-    "share of the top name, above the truth's": _top_name,
-    "reward": _metric("rollout/reward"),
-    "groups without signal": _metric("rollout/no_signal_share"),
-    "entropy / entropy at the start": _metric("policy/entropy"),
-    "difference of log-probabilities / its floor": _gap,
-    "tokens with a ratio above ratio_cap": _metric("policy/capped_share"),
-    "updates without gradient": _no_gradient,
-    "carried segments / segments of a step": _share("packing/num_carried", "packing/num_segments"),
-    "distance from coordinates (w1)": _metric("loss/coord_reg.w1"),
-    "text loss": _metric("loss/token_ce"),
-    "lr_warmup_steps / steps of the run": lambda _line, config: (
-        config.training.lr_warmup_steps / config.training.num_steps
-    ),
-    "frozen language model (1: yes)": lambda _line, config: float(
-        config.training.parts.language_model.frozen
-    ),
-    "tool calls": _metric("rollout/num_tool_calls"),
-}
-"""The figures that general judges read, as numbers of one step; None if a step has none."""
+    """Rules with the same cause: once one of them is reported, this one is not."""
 
 
 def above(history: History, rule: Rule) -> float | None:
@@ -266,7 +101,7 @@ def _to_the_limit(history: History, rule: Rule) -> float | None:
 def _drop_reason(history: History, rule: Rule) -> float | None:
     """Judge by how much the share of entries dropped for one reason is above that before."""
     counts = ("num_valid_objects", "num_dropped_objects")
-    lines = [one for one in history.steps[-4 * BEFORE :] if _has(one, *counts)]
+    lines = [one for one in history.steps[-4 * BEFORE :] if has_counts(one, *counts)]
     lines = lines[-BEFORE - rule.window :]
     if len(lines) < 2 * rule.window:
         return None
@@ -428,125 +263,298 @@ def _rate(history: History, rule: Rule) -> float | None:
     return _beyond([factor for rate in rates for factor in (rate / high, low / rate)], rule)
 
 
-def _num_parameters(config: RunConfig) -> int | None:
-    try:
-        return sum(map(prod, read_headers(Path(config.model.path)).values()))
-    except (OSError, ConfigError):
-        return None
-
-
-JUDGES: dict[str, Judge] = {
-    "above": above,
-    "below": below,
-    "mean above": _mean_above,
-    "cut": _cut,
-    "matches": _no_match,
-    "rise of a reason": _drop_reason,
-    "class": _class_falls,
-    "source": _source_falls,
-    "falls": _unless_learning(_falls),
-    "signal": _unless_learning(_mean_above),
-    "one part": _one_part_pays,
-    "held out": _held_out_falls,
-    "to the limit": _to_the_limit,
-    "gap": _gap_grows,
-    "jump": _gradient_jumps,
-    "carry": _carry_grows,
-    "vision": _frozen_vision,
-    "rate": _rate,
-    "tools": _uncalled,
-}
-
-_TABLE = """
-answers never open | answers that never open | above | 0.5 | 3 | tutorials/detection.md | the model
-    does not write the answer format, so nothing can be matched | train longer on ground truth first
-    (stage2_ab.schedule.warmup_steps), or begin from a checkpoint that knows the format; check
-    data.answer_format
-answers left open | answers left open | above | 0.3 | 3 | tutorials/detection.md | the model ends
-    its answers before they are closed | more steps of channel A (warmup_steps, a lower b_ratio);
-    look at one with `show-sample`
-answers cut by length | answers cut by length | cut | 0.3 | 3 | how_to/troubleshooting.md | answers
-    reach max_new_tokens, so their ends are neither seen nor learned | raise
-    rollout_matching.max_new_tokens, set decoding.stop, or turn on repeat_terminate | answers never
-    open
-no valid objects | valid objects / ground truth | below | 0.1 | 4 | tutorials/detection.md | the
-    model is too weak to learn from its own rollouts yet | more steps of channel A: a longer
-    warmup_steps, a lower b_ratio, or another checkpoint | answers never open
-no matches | match rate | matches | 0.05 | 4 | tutorials/detection.md | objects are valid, but
-    almost none matches the ground truth | more steps of channel A, or begin with a smaller gate
-    (maskiou_gate, maskiou_gate_schedule)
-doubles | doubles / valid objects | above | 0.2 | 4 | explanation/objectives.md | the model writes
-    the same object several times | trim_trailing_false_positives, repetition_penalty, or a lower
-    b_ratio
-a drop reason jumps | rise of a reason's share of entries | rise of a reason | 0.15 | 3 |
-    how_to/troubleshooting.md | a part of the answer's format is being unlearned | see which
-    `rollout/num_dropped.*` rises and look at it with `show-sample`; lower training.learning_rate
-class collapse | share of the top name, above the truth's | above | 0.4 | 4 |
-    explanation/objectives.md | almost all objects get the same name | raise desc_ce_weight, balance
-    data.train, or lower training.learning_rate
-a class falls | fall of a class's held-out F1 while the score rises | class | 0.3 | 2 |
-    how_to/mix_data.md | one class is unlearned | give it more rows: data.train with weights
-a source falls | fall of a source's match rate or a task's reward | source | 0.3 | 5 |
-    how_to/mix_data.md | one source gets worse while the whole does not | change the weights of
-    data.train, or the share of the environment
-entropy collapse | entropy / entropy at the start | falls | 0.1 | 4 | tutorials/language_model.md |
-    the policy does not explore any more, and the reward does not rise | lower
-    training.learning_rate, add reference_kl, or raise decoding.temperature
-no signal | groups without signal | signal | 0.6 | 6 | tutorials/language_model.md | rewards of a
-    group are all equal, so its rollouts teach nothing | raise decoding.temperature or
-    rollouts_per_example, use easier rows, refill_rounds or a larger max_new_tokens, or give the
-    reward in parts
-one part pays | loss of a reward part / gain of another | one part | 0.25 | 10 |
-    tutorials/language_model.md | the reward rises through one part while another falls | lower the
-    weight of the part that rises, or limit it
-held-out falls | fall of the held-out score below its best | held out | 0.1 | 2 | how_to/evaluate.md
-    | training improves while the held-out score falls: overfitting, or a reward that is gamed | use
-    the best checkpoint (checkpoint.keep_best), more data, or another reward
-length runs to the limit | length / max_new_tokens | to the limit | 0.8 | 4 |
-    tutorials/language_model.md | answers grow towards max_new_tokens | let length cost reward, or
-    turn on repeat_terminate
-length runs to nothing | length / max_new_tokens | falls | 0.3 | 4 | tutorials/language_model.md |
-    answers shrink without a gain: the model learns to end at once | check the reward of short
-    answers, and how the end is taught (fp_end_weight)
-learner and engine part | difference of log-probabilities / its floor | gap | 4 | 3 |
-    how_to/troubleshooting.md | learner and engines compute ever more different probabilities |
-    compare processor, dtype and head_dtype; lower staleness or training.learning_rate
-ratios at the cap | tokens with a ratio above ratio_cap | above | 0.05 | 3 |
-    tutorials/language_model.md | the policy is far from the one that sampled | lower
-    training.learning_rate, updates_per_batch or max_staleness
-gradient jumps | gradient norm / median before | jump | 10 | 1 | how_to/troubleshooting.md | an
-    update is far larger than those before | look at the step's samples; set max_grad_norm, or lower
-    training.learning_rate
-no gradient | updates without gradient | mean above | 0.5 | 6 | explanation/objectives.md | updates
-    change nothing, although there are rewards or targets | check the weights of the objective's
-    modules, the advantages, and which parts are frozen
-always warming up | lr_warmup_steps / steps of the run | above | 0.5 | 1 |
-    how_to/troubleshooting.md | the learning rate is below its peak for most of the run | lower
-    training.lr_warmup_steps, or train longer
-carried segments grow | carried segments / segments of a step | carry | 1 | 8 |
-    explanation/objectives.md | more segments are generated than learned, and they get old | lower
-    per_device_train_batch_size, or raise global_max_length
-frozen language model | frozen language model (1: yes) | above | 1 | 1 |
-    how_to/memory_and_adapters.md | the part that writes the answers does not learn | set
-    training.parts.language_model.frozen: false
-frozen vision | distance from coordinates (w1) | vision | 0.05 | 10 | how_to/memory_and_adapters.md
-    | the text improves and the coordinates do not, while the vision tower or the aligner is frozen
-    | set training.parts.vision_tower.frozen and aligner.frozen: false
-unusual learning rate | learning rate / limit of the usual range | rate | 1.001 | 1 |
-    how_to/memory_and_adapters.md | models of this size, or adapters, usually take another rate |
-    move training.learning_rate (or parts.*.learning_rate) towards the range
-uncalled tools | rollouts with tools and no call | tools | 8 | 1 | reference/environments.md | no
-    rollout has called a tool, although tools were offered | read answers: the chat template must
-    show the tools, and environment.tool_call_parser must read the calls
-"""
-"""One rule per line: name, figure, judge, threshold, window, page, cause, remedy, explained by."""
-
-
-def _read(table: str) -> Iterator[Rule]:
-    for line in table.strip().replace("\n    ", " ").splitlines():
-        name, figure, judge, threshold, window, page, cause, remedy, *rest = line.split(" | ")
-        limits = float(threshold), int(window)
-        yield Rule(name, figure, JUDGES[judge], *limits, page, cause, remedy, tuple(rest))
-
-
-RULES: tuple[Rule, ...] = tuple(_read(_TABLE))
+RULES = (
+    Rule(
+        "answers never open",
+        "answers that never open",
+        above,
+        threshold=0.5,
+        window=3,
+        page="tutorials/detection.md",
+        cause="the model does not write the answer format, so nothing can be matched",
+        remedy=(
+            "train longer on ground truth first (stage2_ab.schedule.warmup_steps), or begin from a"
+            " checkpoint that knows the format; check data.answer_format"
+        ),
+    ),
+    Rule(
+        "answers left open",
+        "answers left open",
+        above,
+        threshold=0.3,
+        window=3,
+        page="tutorials/detection.md",
+        cause="the model ends its answers before they are closed",
+        remedy=(
+            "more steps of channel A (warmup_steps, a lower b_ratio); look at one with"
+            " `show-sample`"
+        ),
+    ),
+    Rule(
+        "answers cut by length",
+        "answers cut by length",
+        _cut,
+        threshold=0.3,
+        window=3,
+        page="how_to/troubleshooting.md",
+        cause="answers reach max_new_tokens, so their ends are neither seen nor learned",
+        remedy=(
+            "raise rollout_matching.max_new_tokens, set decoding.stop, or turn on repeat_terminate"
+        ),
+        explained_by=("answers never open",),
+    ),
+    Rule(
+        "no valid objects",
+        "valid objects / ground truth",
+        below,
+        threshold=0.1,
+        window=4,
+        page="tutorials/detection.md",
+        cause="the model is too weak to learn from its own rollouts yet",
+        remedy=(
+            "more steps of channel A: a longer warmup_steps, a lower b_ratio, or another checkpoint"
+        ),
+        explained_by=("answers never open",),
+    ),
+    Rule(
+        "no matches",
+        "match rate",
+        _no_match,
+        threshold=0.05,
+        window=4,
+        page="tutorials/detection.md",
+        cause="objects are valid, but almost none matches the ground truth",
+        remedy=(
+            "more steps of channel A, or begin with a smaller gate (maskiou_gate,"
+            " maskiou_gate_schedule)"
+        ),
+    ),
+    Rule(
+        "doubles",
+        "doubles / valid objects",
+        above,
+        threshold=0.2,
+        window=4,
+        page="explanation/objectives.md",
+        cause="the model writes the same object several times",
+        remedy="trim_trailing_false_positives, repetition_penalty, or a lower b_ratio",
+    ),
+    Rule(
+        "a drop reason jumps",
+        "rise of a reason's share of entries",
+        _drop_reason,
+        threshold=0.15,
+        window=3,
+        page="how_to/troubleshooting.md",
+        cause="a part of the answer's format is being unlearned",
+        remedy=(
+            "see which `rollout/num_dropped.*` rises and look at it with `show-sample`; lower"
+            " training.learning_rate"
+        ),
+    ),
+    Rule(
+        "class collapse",
+        "share of the top name, above the truth's",
+        above,
+        threshold=0.4,
+        window=4,
+        page="explanation/objectives.md",
+        cause="almost all objects get the same name",
+        remedy="raise desc_ce_weight, balance data.train, or lower training.learning_rate",
+    ),
+    Rule(
+        "a class falls",
+        "fall of a class's held-out F1 while the score rises",
+        _class_falls,
+        threshold=0.3,
+        window=2,
+        page="how_to/mix_data.md",
+        cause="one class is unlearned",
+        remedy="give it more rows: data.train with weights",
+    ),
+    Rule(
+        "a source falls",
+        "fall of a source's match rate or a task's reward",
+        _source_falls,
+        threshold=0.3,
+        window=5,
+        page="how_to/mix_data.md",
+        cause="one source gets worse while the whole does not",
+        remedy="change the weights of data.train, or the share of the environment",
+    ),
+    Rule(
+        "entropy collapse",
+        "entropy / entropy at the start",
+        _unless_learning(_falls),
+        threshold=0.1,
+        window=4,
+        page="tutorials/language_model.md",
+        cause="the policy does not explore any more, and the reward does not rise",
+        remedy="lower training.learning_rate, add reference_kl, or raise decoding.temperature",
+    ),
+    Rule(
+        "no signal",
+        "groups without signal",
+        _unless_learning(_mean_above),
+        threshold=0.6,
+        window=6,
+        page="tutorials/language_model.md",
+        cause="rewards of a group are all equal, so its rollouts teach nothing",
+        remedy=(
+            "raise decoding.temperature or rollouts_per_example, use easier rows, refill_rounds or"
+            " a larger max_new_tokens, or give the reward in parts"
+        ),
+    ),
+    Rule(
+        "one part pays",
+        "loss of a reward part / gain of another",
+        _one_part_pays,
+        threshold=0.25,
+        window=10,
+        page="tutorials/language_model.md",
+        cause="the reward rises through one part while another falls",
+        remedy="lower the weight of the part that rises, or limit it",
+    ),
+    Rule(
+        "held-out falls",
+        "fall of the held-out score below its best",
+        _held_out_falls,
+        threshold=0.1,
+        window=2,
+        page="how_to/evaluate.md",
+        cause=(
+            "training improves while the held-out score falls: overfitting, or a reward that is"
+            " gamed"
+        ),
+        remedy="use the best checkpoint (checkpoint.keep_best), more data, or another reward",
+    ),
+    Rule(
+        "length runs to the limit",
+        "length / max_new_tokens",
+        _to_the_limit,
+        threshold=0.8,
+        window=4,
+        page="tutorials/language_model.md",
+        cause="answers grow towards max_new_tokens",
+        remedy="let length cost reward, or turn on repeat_terminate",
+    ),
+    Rule(
+        "length runs to nothing",
+        "length / max_new_tokens",
+        _unless_learning(_falls),
+        threshold=0.3,
+        window=4,
+        page="tutorials/language_model.md",
+        cause="answers shrink without a gain: the model learns to end at once",
+        remedy="check the reward of short answers, and how the end is taught (fp_end_weight)",
+    ),
+    Rule(
+        "learner and engine part",
+        "difference of log-probabilities / its floor",
+        _gap_grows,
+        threshold=4,
+        window=3,
+        page="how_to/troubleshooting.md",
+        cause="learner and engines compute ever more different probabilities",
+        remedy="compare processor, dtype and head_dtype; lower staleness or training.learning_rate",
+    ),
+    Rule(
+        "ratios at the cap",
+        "tokens with a ratio above ratio_cap",
+        above,
+        threshold=0.05,
+        window=3,
+        page="tutorials/language_model.md",
+        cause="the policy is far from the one that sampled",
+        remedy="lower training.learning_rate, updates_per_batch or max_staleness",
+    ),
+    Rule(
+        "gradient jumps",
+        "gradient norm / median before",
+        _gradient_jumps,
+        threshold=10,
+        window=1,
+        page="how_to/troubleshooting.md",
+        cause="an update is far larger than those before",
+        remedy="look at the step's samples; set max_grad_norm, or lower training.learning_rate",
+    ),
+    Rule(
+        "no gradient",
+        "updates without gradient",
+        _mean_above,
+        threshold=0.5,
+        window=6,
+        page="explanation/objectives.md",
+        cause="updates change nothing, although there are rewards or targets",
+        remedy=(
+            "check the weights of the objective's modules, the advantages, and which parts are"
+            " frozen"
+        ),
+    ),
+    Rule(
+        "always warming up",
+        "lr_warmup_steps / steps of the run",
+        above,
+        threshold=0.5,
+        window=1,
+        page="how_to/troubleshooting.md",
+        cause="the learning rate is below its peak for most of the run",
+        remedy="lower training.lr_warmup_steps, or train longer",
+    ),
+    Rule(
+        "carried segments grow",
+        "carried segments / segments of a step",
+        _carry_grows,
+        threshold=1,
+        window=8,
+        page="explanation/objectives.md",
+        cause="more segments are generated than learned, and they get old",
+        remedy="lower per_device_train_batch_size, or raise global_max_length",
+    ),
+    Rule(
+        "frozen language model",
+        "frozen language model (1: yes)",
+        above,
+        threshold=1,
+        window=1,
+        page="how_to/memory_and_adapters.md",
+        cause="the part that writes the answers does not learn",
+        remedy="set training.parts.language_model.frozen: false",
+    ),
+    Rule(
+        "frozen vision",
+        "distance from coordinates (w1)",
+        _frozen_vision,
+        threshold=0.05,
+        window=10,
+        page="how_to/memory_and_adapters.md",
+        cause=(
+            "the text improves and the coordinates do not, while the vision tower or the aligner"
+            " is frozen"
+        ),
+        remedy="set training.parts.vision_tower.frozen and aligner.frozen: false",
+    ),
+    Rule(
+        "unusual learning rate",
+        "learning rate / limit of the usual range",
+        _rate,
+        threshold=1.001,
+        window=1,
+        page="how_to/memory_and_adapters.md",
+        cause="models of this size, or adapters, usually take another rate",
+        remedy="move training.learning_rate (or parts.*.learning_rate) towards the range",
+    ),
+    Rule(
+        "uncalled tools",
+        "rollouts with tools and no call",
+        _uncalled,
+        threshold=8,
+        window=1,
+        page="reference/environments.md",
+        cause="no rollout has called a tool, although tools were offered",
+        remedy=(
+            "read answers: the chat template must show the tools, and environment.tool_call_parser"
+            " must read the calls"
+        ),
+    ),
+)

@@ -23,6 +23,7 @@ from shared.metrics import IDLE_FAMILY
 from shared.run_files import Span
 from shared.schedule import RunSchedule
 
+WITH_ROOM = " (with a free core or GPU)"
 DRAW = ("draw samples", "draw again")
 WAITS = ("wait for ranks", "reduce gradients")
 VERDICT_STEPS = 20
@@ -367,8 +368,8 @@ def _candidates(model: StepModel, steps: Sequence[StepTimes]) -> Iterator[tuple[
     section = config.rollout_matching
     location = section.backend.location
 
-    def setting(key: str, value: object) -> tuple[str, Try]:
-        text = f"{key}={str(value).lower()}"
+    def setting(key: str, value: object, condition: str = "") -> tuple[str, Try]:
+        text = f"{key}={str(value).lower()}{condition}"
         return text, lambda one: replace(one, config=_with(one.config, key, value))
 
     def learning(text: str, part: float) -> tuple[str, Try]:
@@ -381,11 +382,12 @@ def _candidates(model: StepModel, steps: Sequence[StepTimes]) -> Iterator[tuple[
     number = len(model.devices) + 1
     if location is EngineLocation.ACTORS:
         key = "rollout_matching.vllm.actors.num_actors"
-        yield f"{key}={number}", lambda one: _with_engine(one, _with(one.config, key, number))
+        text = f"{key}={number}{WITH_ROOM}"
+        yield text, lambda one: _with_engine(one, _with(one.config, key, number))
     elif location is EngineLocation.SERVERS:
         yield f"{number} servers", lambda one: _with_engine(one, one.config)
     if location is not EngineLocation.RANKS:
-        yield setting("learner.world_size", config.learner.world_size + 1)
+        yield setting("learner.world_size", config.learner.world_size + 1, WITH_ROOM)
         if not config.stage2_ab.channel_b.enable_pipeline:
             yield setting("stage2_ab.channel_b.enable_pipeline", True)
         elif not section.max_staleness and not RunSchedule(config).refill_rounds and all_b:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from launch.cli import explained
+from launch.cli import explained, read_words
 from launch.run_folder.console import escaped, make_console
 from launch.run_folder.ledger import check_ledger
 from launch.run_folder.saved_run import read_run
@@ -236,10 +236,7 @@ def _shown(value: object) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return
+    words = read_words(__doc__, arguments)
     with explained(make_console(stderr=True)):
         if len(words) != 2:
             raise ConfigError("diff_runs: needs two run folders; write `rollmatch diff-runs A B`")

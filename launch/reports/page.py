@@ -93,8 +93,8 @@ def write_report(folder: Path, report: DetectionReport, findings: Sequence[str] 
     """
     with whole_folder(folder) as partial:
         (partial / "pictures").mkdir()
-        told = {"findings": list(findings)} if findings else {}
-        numbers = json.dumps(report.as_json() | told, indent=2, allow_nan=False)
+        of_doctor = {"findings": list(findings)} if findings else {}
+        numbers = json.dumps(report.as_json() | of_doctor, indent=2, allow_nan=False)
         (partial / "report.json").write_text(numbers + "\n", encoding="utf-8")
         config = report.config.model_dump_json(indent=2)
         (partial / "config.json").write_text(config + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from launch.cli import explained
+from launch.cli import explained, read_words
 from launch.run_folder.console import escaped, make_console
 from launch.run_folder.resume import ResumePoint, deciding
 from launch.run_folder.saved_checkpoints import PACKAGES, installed_versions
@@ -233,10 +233,7 @@ def require_same_step(run: Path, point: ResumePoint, report: StepReport) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return
+    words = read_words(__doc__, arguments)
     with explained(make_console(stderr=True)):
         if len(words) != 1 or not (Path(words[0]) / LEDGER).exists():
             raise ConfigError(

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -57,9 +56,6 @@ from shared.run_files import (
 from shared.schedule import RunSchedule, StepPlan
 from shared.trajectory import ExampleCounts
 from shared.weight_sync.canary import NOISE_FILE
-
-if TYPE_CHECKING:
-    pass
 
 
 class Telemetry:
@@ -285,8 +281,8 @@ class Telemetry:
         """Write and log the held-out report; return its score, None if too many rollouts failed."""
         self._trace_until_now("held-out report", evaluation.wall_s)
         folder = self._folder.path / "evaluations" / f"step_{evaluation.step:06d}"
-        told = [finding.describe() for finding in self._doctor.findings]
-        report, pictures = write_held_out(evaluation, folder, self._config, self.patience, told)
+        findings = [finding.describe() for finding in self._doctor.findings]
+        report, pictures = write_held_out(evaluation, folder, self._config, self.patience, findings)
         line = line_of(evaluation, report)
         record = EvaluationRecord.of_line(line)
         self._evaluations.append(record)

@@ -80,11 +80,7 @@ class MasterWeights:
 
     def zeros(self, index: int) -> torch.Tensor:
         """Return zeros in the place of the gradient of a master without one."""
-        master = self.masters[index]
-        device = self._sum_devices[index]
-        if device == master.device:
-            return torch.zeros_like(master)
-        return torch.zeros_like(master, device=device)
+        return torch.zeros_like(self.masters[index], device=self._sum_devices[index])
 
     def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give each master its gradient, which is moved to the master's device."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,9 +33,6 @@ BUCKET_ELEMENTS = 2**24
 GROUP_NAME = "rollmatch.learner"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """The environment variable of cuBLAS for its workspaces. Deterministic products need it."""
-# Of glibc's malloc.h. The values are those of `engine_environment` (rollout_actors).
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +100,6 @@ class LearnerDevice:
         assert CUBLAS_WORKSPACE in os.environ or not torch.cuda.is_initialized(), "CUDA has started"
         os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
-
-    def keep_freed_memory(self) -> None:
-        """On the CPU, let glibc keep up to 256 MiB that a row frees, as engines do.
-
-        Otherwise it returns them, and maps new pages one by one for the next row. It applies to the
-        process.
-        """
-        if self.device.type == "cpu" and sys.platform == "linux":
-            # By call, not by variables: the run's own process (`cluster=local`) has started.
-            libc = ctypes.CDLL(None)
-            libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-            libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
     def wait(self) -> None:
         """Wait until the device has finished all work that this thread has queued on it.

@@ -121,7 +121,7 @@ class _Handover:
         self._has_ended = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors, in the thread that sends them."""
+        """Yield the tensors, in the thread that sends them. `end` ends its waits."""
         while (item := self._waiting.get()) is not None:
             _, tensor = item
             if tensor.is_cuda:
@@ -251,7 +251,8 @@ class WeightSender:
             joined = time.perf_counter()
             logprobs: Future[Logprobs] = Future()
             wire = self._wire
-            checksummed = self.outgoing(terms, logprobs.result, handover)
+            tensors = self.source.tensors() if handover is None else handover
+            checksummed = self.outgoing(terms, logprobs.result, tensors)
             sending = _in_thread(lambda: wire.send(checksummed, terms), SyncPhase.WIRE)
             # Concurrent with the packing here and the loading in the engines.
             _run(self._score or tuple, logprobs)
@@ -293,15 +294,15 @@ class WeightSender:
         self,
         terms: FullOffer,
         logprobs: Callable[[], Sequence[float]],
-        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> ChecksummedWeights:
         """Return the weights with their checksums, in the form in which they are sent.
 
         Args:
             logprobs: returns the canary's log-probabilities as soon as they are computed.
-            weights: the tensors of `source`; None makes them.
+            tensors: those of `source`.
         """
-        return ChecksummedWeights(weights or self.source.tensors(), terms, logprobs)
+        return ChecksummedWeights(tensors, terms, logprobs)
 
     def close(self) -> None:
         """Close the process groups, for example if the receivers change.

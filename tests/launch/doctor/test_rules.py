@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from config_support import configuration, trajectory_config
 
+from launch.doctor.figures import History
 from launch.doctor.learning import Doctor, Finding
-from launch.doctor.rules import RULES, History
+from launch.doctor.rules import RULES
 from launch.run_folder.steps import StepRecord, step_metrics
 from shared.config import RunConfig, load_config
 from shared.config.pipeline import Channel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -321,24 +320,3 @@ def test_a_gpu_is_waited_for_on_the_stream_of_the_update_and_a_cpu_never(
     assert waited == []
     LearnerDevice(torch.device("cuda", 1)).wait()
     assert waited == [torch.device("cuda", 1)]
-
-
-class HeapInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-def test_on_the_cpu_memory_that_a_row_has_freed_stays_in_the_process():
-    LearnerDevice(CPU).keep_freed_memory()
-    tensors = [torch.empty(20 << 20, dtype=torch.uint8) for _ in range(10)]
-    del tensors
-    heap = ctypes.CDLL(None).mallinfo2
-    heap.restype = HeapInfo
-    assert heap().fordblks >= 200 << 20
