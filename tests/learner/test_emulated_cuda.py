@@ -350,7 +350,8 @@ def test_weights_and_canary_of_a_sync_are_those_of_the_cpu_to_the_bit(
         publisher = Learner(config, place).publisher
         offer = publisher.offer()
         assert offer is not None and publisher.sender is not None
-        return offer, on_host(dict(publisher.sender.outgoing(offer.terms, tuple)))
+        tensors = publisher.sender.source.tensors()
+        return offer, on_host(dict(publisher.sender.outgoing(offer.terms, tuple, tensors)))
 
     offer, weights = offered(ON_CPU)
     with emulated_cuda() as cuda:
