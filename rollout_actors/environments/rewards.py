@@ -283,10 +283,11 @@ def check_figures(states: Sequence[State], rubric: object) -> None:
 
 def _own_figures(state: State) -> dict[str, object]:
     """Return the advantage, and the steps' own rewards and advantages."""
-    figures = {"the advantage": state.get("advantage")}
+    of_rollout = {name: state.get(name) for name in ("reward", "advantage")}
+    figures = {"the advantage": of_rollout["advantage"]}
     for number, step in enumerate(state.get("trajectory") or ()):
-        for name in ("reward", "advantage"):
-            if name in step and step[name] is not state.get(name):
+        for name, value in of_rollout.items():
+            if name in step and step[name] is not value:
                 figures[f"the {name} of step {number}"] = step[name]
     return {name: value for name, value in figures.items() if value is not None}
 
@@ -361,12 +362,15 @@ def give_to_steps(state: State) -> None:
     inheriting = state.get("_inheriting")
     if inheriting is None:
         inheriting = state["_inheriting"] = {"reward": [], "advantage": []}
-    for number, step in enumerate(state.get("trajectory") or ()):
-        for name, numbers in inheriting.items():
-            if step.get(name) is None and number not in numbers:
-                numbers.append(number)
+    trajectory = state.get("trajectory") or ()
+    for name, numbers in inheriting.items():
+        value = state.get(name)
+        for number, step in enumerate(trajectory):
             if number in numbers:
-                step[name] = state.get(name)
+                step[name] = value
+            elif step.get(name) is None:
+                numbers.append(number)
+                step[name] = value
 
 
 def set_reward_errors(state: State, failed: Mapping[str, str], fatal: str | None) -> None:
