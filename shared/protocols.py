@@ -196,7 +196,7 @@ class BackendHost(Protocol):
 
     @property
     def updates_next(self) -> bool:
-        """Whether the learner changes its weights before it asks for further rollouts.
+        """True if the learner changes its weights before it asks for further rollouts.
 
         It is read when rollouts are complete. If it is true, a weight sync comes before the next
         rollouts, so the engine's weights are not used again.

@@ -125,7 +125,7 @@ class ModelShape:
 
     @property
     def has_gated_tower(self) -> bool:
-        """Whether the vision tower has gated layers like a language model, as in Qwen2.5-VL."""
+        """True if the vision tower has gated layers like a language model, as in Qwen2.5-VL."""
         return any(
             name.endswith(".mlp.gate_proj.weight") and ".blocks." in name
             for name in self.parameters

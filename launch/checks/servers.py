@@ -53,7 +53,7 @@ def port_problems(servers: Sequence[ServerEntry]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswers:
-    """What preflight has learned about a run's engine servers."""
+    """Facts that preflight has learned about a run's engine servers."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]

@@ -60,7 +60,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the time of a step went, in seconds.
+    """The times of a step by part, in seconds.
 
     Example: a step of 10 s with `bounds()` {"generation": 6.0, "learning": 3.0, "sync": 0.8, ...}.
     """

@@ -92,7 +92,7 @@ def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
 
 
 class Session(NamedTuple):
-    """What the console prints about a connection to Ray: its logs and its dashboard."""
+    """The console lines about a connection to Ray: its logs and its dashboard."""
 
     logs: Path
     """The folder of the logs of Ray's processes, on this node."""

@@ -80,7 +80,7 @@ class RolloutClient:
     def generate_through(
         self, environments: Fleet, *, group_size: int, in_one_round: bool = False
     ) -> None:
-        """From now on, send requests to environment actors.
+        """Send all further requests to environment actors.
 
         Each request is for a group: the rollouts of one example.
 

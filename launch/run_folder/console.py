@@ -152,7 +152,7 @@ def outlive_console() -> None:
 
 
 def keep_lost_console(folder: Path) -> None:
-    """From now on, write the lines of a lost console to `CONSOLE_LOG` in this run folder."""
+    """Write all further lines of a lost console to `CONSOLE_LOG` in this run folder."""
     _ConsoleStream.folder = folder
     for descriptor, why in _ConsoleStream.lost.items():
         _move(descriptor, folder, why)

@@ -1,4 +1,4 @@
-"""What a run records of a step: first the plan; in the end metrics, time spans, a console line."""
+"""The record of a step: first the plan; in the end metrics, time spans, a console line."""
 
 from __future__ import annotations
 

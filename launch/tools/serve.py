@@ -305,7 +305,7 @@ async def _run(
     engine = service.engine
     url = service.name
 
-    class Server(uvicorn.Server):
+    class UnsignalledServer(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
             """Do not handle signals: uvicorn would raise them again during the shutdown."""
@@ -321,7 +321,7 @@ async def _run(
         timeout_graceful_shutdown=SERVER_SHUTDOWN_S,
         server_header=False,
     )
-    server = Server(config)
+    server = UnsignalledServer(config)
     interrupted = asyncio.Event()
     for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, interrupted.set)

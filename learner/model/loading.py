@@ -106,7 +106,7 @@ class LoadedModel(LoadedTokens):
 
     @property
     def is_text(self) -> bool:
-        """Whether the model reads text only."""
+        """True if the model reads text only."""
         # Read for each row, so without copying the configuration.
         return reads_only_text(
             {**vars(self.model.config), "model_type": self.model.config.model_type}

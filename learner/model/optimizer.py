@@ -218,7 +218,7 @@ class UpdateResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether the gradient was not finite, so that the weights were not changed."""
+        """True if the gradient was not finite, so that the weights were not changed."""
         return self.num_skipped_in_a_row > 0
 
 

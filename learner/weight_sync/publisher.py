@@ -161,7 +161,7 @@ class WeightPublisher:
         return SendReport(phase_s={})
 
     def fall_back_to_full(self) -> None:
-        """From the next weight sync on, send full weights with the adapter merged into them.
+        """Send, from the next weight sync on, full weights with the adapter merged into them.
 
         The caller does this after engines could not use an adapter that was sent.
         """

@@ -591,7 +591,7 @@ class PipelineSection(Section):
 
     @property
     def learns_only_advantages(self) -> bool:
-        """Whether `policy_gradient` is the only loss of rollouts.
+        """True if `policy_gradient` is the only loss of rollouts.
 
         A token with the advantage 0 then has no gradient. An imported objective may give it one.
         """
@@ -599,7 +599,7 @@ class PipelineSection(Section):
 
     @property
     def divides_by_tokens(self) -> bool:
-        """Whether a step's loss is divided by the number of sampled tokens, not of rollouts."""
+        """True if a step's loss is divided by the number of sampled tokens, not of rollouts."""
         config = self.policy_gradient
         return config is not None and config.normalize == "batch"
 

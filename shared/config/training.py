@@ -234,7 +234,7 @@ class TrainingSection(Section):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether master weights and moments are in host memory, whatever the model's device."""
+        """True if master weights and moments are in host memory, whatever the model's device."""
         return self.optimizer in ("adamw_offload", "adamw_offload_all")
 
     @field_validator("max_steps")

@@ -57,7 +57,7 @@ class Scene:
 
     @property
     def never_opened(self) -> bool:
-        """Whether the answer does not begin with a JSON object or list: it is prose or empty."""
+        """True if the answer does not begin with a JSON object or list: it is prose or empty."""
         return self.truncated and not self.answer_format.opens(self.text)
 
 

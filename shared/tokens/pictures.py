@@ -1,4 +1,4 @@
-"""How a model family encodes images: inputs of its vision tower, and placeholder tokens.
+"""Images as a model family encodes them: inputs of its vision tower, and placeholder tokens.
 
 Qwen-VL resizes an image and cuts it into patches. Each patch is a row of `pixel_values`, and the
 image's grid (`image_grid_thw`) gives the numbers of patches. InternVL cuts an image into tiles of

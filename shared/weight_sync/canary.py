@@ -181,7 +181,7 @@ class CanaryProbe:
 
     @property
     def needs_noise(self) -> bool:
-        """Whether to measure the noise at version 0; it bounds the differences of later syncs."""
+        """True if the noise is measured at version 0; it bounds the differences of later syncs."""
         return self.noise is None and (self.tolerance is None or self.is_raised_by_noise)
 
     def with_logprobs(self, logprobs: Iterable[float]) -> CanaryProbe:

@@ -1,4 +1,4 @@
-"""What the learner offers to engines in a weight sync: full weights or an adapter (decision 38).
+"""The learner's offer to engines in a weight sync: full weights or an adapter (decision 38).
 
 Full weights are sent in buckets of several tensors.
 """

@@ -102,7 +102,7 @@ class SendingLearner(Protocol):
 
     @property
     def falls_back(self) -> bool:
-        """Whether full weights are sent after an adapter sync failed (`sync.fallback_to_full`)."""
+        """True if full weights are sent after an adapter sync failed (`sync.fallback_to_full`)."""
 
     def offer_weights(self, *, again: bool = False) -> WeightOffer:
         """Return the offer of the next weight version.

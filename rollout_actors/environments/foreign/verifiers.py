@@ -218,7 +218,7 @@ class BridgedRubric(Rubric):
 
 
 class Loaded(BaseModel):
-    """What the process with `verifiers` reports about the environment that it has loaded."""
+    """The report of the process with `verifiers` about the environment that it has loaded."""
 
     rows: dict[str, list[JsonObject]]
     """Rows of the datasets `train` and `held_out`, with the fields that this process needs."""
@@ -228,7 +228,7 @@ class Loaded(BaseModel):
 
 
 class Played(BaseModel):
-    """What the process with `verifiers` reports about a rollout that it has played."""
+    """The report of the process with `verifiers` about a rollout that it has played."""
 
     error: str | None
     is_truncated: bool
