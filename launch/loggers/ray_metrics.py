@@ -7,6 +7,7 @@ They appear at the metrics endpoint of the driver's node (`MetricsExportPort` of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge
@@ -35,18 +36,21 @@ PHASES = {
     "queue_wait": "time/queue_wait_s",
 }
 """Values of the tag `phase` of the exported times, with their metrics in metrics.jsonl."""
+REPEAT_S = 1.0
+"""Seconds until every value is set again. Ray forgets a value that is not set for two export
+intervals (by default 20 s), and steps and held-out reports may be longer apart."""
 HELD_OUT = "val/"
 """Prefix of the figures of a held-out report; the tag `figure` has the rest of the name."""
 
 
 class RayMetrics:
-    """Exports the metrics of the last finished step through Ray. Needs a running Ray.
+    """Exports the metrics of the last finished step through Ray, until it is closed.
 
     A metric keeps its value in steps that do not have it, such as the match rate on channel A.
     """
 
     def __init__(self, run: str, trial: str) -> None:
-        """`run`: name of the run; `trial`: number of the trial in a sweep, else an empty text."""
+        """Needs a connection to Ray. `trial`: number of a sweep's trial; empty without a sweep."""
         tags = {"run": run, "trial": trial}
 
         def gauge(name: str, description: str, *further: str) -> Gauge:
@@ -63,22 +67,30 @@ class RayMetrics:
         self._tokens = Counter(
             "rollmatch_response_tokens", "Response tokens generated so far.", tag_keys=tuple(tags)
         ).set_default_tags(tags)
+        self._values: dict[tuple[Gauge, str, str], float] = {}
+        """By gauge, name and value of its further tag (empty without one), the last value."""
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._repeat, name="ray-metrics", daemon=True).start()
+
+    def close(self) -> None:
+        """Let Ray forget the values."""
+        self._is_closed.set()
 
     def synced(self, weight_version: int) -> None:
-        self._version.set(weight_version)
+        self._set(self._version, weight_version)
 
     def step_done(self, num_steps: int, metrics: Mapping[str, float | str]) -> None:
         """Set every metric after step `num_steps`; `metrics` are the values for metrics.jsonl."""
-        self._step.set(num_steps)
+        self._set(self._step, num_steps)
         for metric, gauge in self._gauges.items():
             if metric in metrics:
-                gauge.set(float(metrics[metric]))
+                self._set(gauge, metrics[metric])
         for phase, name in PHASES.items():
             if name in metrics:
-                self._phase.set(float(metrics[name]), tags={"phase": phase})
+                self._set(self._phase, metrics[name], "phase", phase)
         for name, value in metrics.items():
             if name.startswith(IDLE_FAMILY):
-                self._idle.set(float(value), tags={"process": name.removeprefix(IDLE_FAMILY)})
+                self._set(self._idle, value, "process", name.removeprefix(IDLE_FAMILY))
         # Ray's counters reject an increase of 0.
         if tokens := float(metrics.get("rollout/num_tokens", 0.0)):
             self._tokens.inc(tokens)
@@ -86,4 +98,13 @@ class RayMetrics:
     def held_out(self, figures: Mapping[str, float]) -> None:
         """Set the figures of a held-out report, such as `val/f1` or `val/reward`."""
         for name, value in figures.items():
-            self._held_out.set(value, tags={"figure": name.removeprefix(HELD_OUT)})
+            self._set(self._held_out, value, "figure", name.removeprefix(HELD_OUT))
+
+    def _set(self, gauge: Gauge, value: float | str, tag: str = "", kind: str = "") -> None:
+        self._values[gauge, tag, kind] = float(value)
+        gauge.set(float(value), tags={tag: kind} if tag else {})
+
+    def _repeat(self) -> None:
+        while not self._is_closed.wait(REPEAT_S):
+            for (gauge, tag, kind), value in list(self._values.items()):
+                gauge.set(value, tags={tag: kind} if tag else {})

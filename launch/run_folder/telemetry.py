@@ -218,6 +218,7 @@ class Telemetry:
         if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
             section = self._config.telemetry
             self._ray_metrics = RayMetrics(section.name, trial_of(section.run_dir))
+            self._ends.callback(self._ray_metrics.close)
         folder = self._folder.path
         write_run_file(folder / "batch_algebra.txt", "\n".join(algebra.describe()) + "\n")
         placement = {

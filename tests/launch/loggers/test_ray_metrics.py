@@ -77,13 +77,15 @@ def exported() -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def samples(ray_cluster: None) -> list[Sample]:
+def samples(ray_cluster: None) -> Iterator[list[Sample]]:
     """The endpoint after two steps and a held-out report of the run `observed`, trial 3."""
     metrics = RayMetrics("observed", "3")
     metrics.synced(9)
     metrics.step_done(7, METRICS)
     metrics.step_done(8, OF_AN_ENVIRONMENT)
     metrics.held_out(FIGURES)
+    # Longer than Ray keeps a value that is not set again: twice its interval, here of a second.
+    time.sleep(3.5)
     # Ray names what its tasks do.
     ray.get(ray.remote(num_cpus=0)(lambda: None).options(name="generate round 3").remote())
     deadline = time.monotonic() + 60
@@ -92,7 +94,8 @@ def samples(ray_cluster: None) -> list[Sample]:
     ):
         assert time.monotonic() < deadline, samples
         time.sleep(0.5)
-    return samples
+    yield samples
+    metrics.close()
 
 
 def of_run(samples: list[Sample]) -> dict[str | tuple[str, str], float]:
