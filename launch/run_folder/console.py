@@ -233,17 +233,20 @@ class StartUp:
         self._began_s = time.monotonic()
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Show the `with` block as a stage of the start-up; print its seconds if it succeeds."""
+    def stage(self, name: str, label: str = "start") -> Iterator[None]:
+        """Show the `with` block as a stage of the start-up; print its seconds if it succeeds.
+
+        `label`: first word of the line.
+        """
         began_s = time.monotonic()
         columns = (
-            TextColumn("start     {task.description}", markup=False),
+            TextColumn(f"{label:<10}{{task.description}}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
         )
         hidden = not self._console.is_terminal
         if hidden:
-            self._console.print(f"start     {name} ...", markup=False, highlight=False)
+            self._console.print(f"{label:<10}{name} ...", markup=False, highlight=False)
         # The streams are not redirected, because Ray inspects them when it starts.
         with Progress(
             *columns,
@@ -264,7 +267,8 @@ class StartUp:
             with Wait(self._console, on_bar):
                 yield
         now_s = time.monotonic()
-        line = f"start     {name}: {now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in total"
+        seconds = f"{now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in total"
+        line = f"{label:<10}{name}: {seconds}"
         self._console.print(line, markup=False, highlight=False)
 
     def note(self, line: str) -> None:

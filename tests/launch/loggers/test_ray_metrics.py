@@ -11,7 +11,9 @@ from urllib.request import urlopen
 
 import pytest
 import ray
+from ray.util.metrics import Gauge
 
+from launch.loggers import ray_metrics
 from launch.loggers.ray_metrics import GAUGES, PHASES, RayMetrics
 from launch.processes.ray_connection import GRAFANA
 from launch.processes.sweep import TRIALS, trial_of
@@ -84,17 +86,18 @@ def samples(ray_cluster: None) -> Iterator[list[Sample]]:
     metrics.step_done(7, METRICS)
     metrics.step_done(8, OF_AN_ENVIRONMENT)
     metrics.held_out(FIGURES)
-    # Longer than Ray keeps a value that is not set again: twice its interval, here of a second.
-    time.sleep(3.5)
-    # Ray names what its tasks do.
-    ray.get(ray.remote(num_cpus=0)(lambda: None).options(name="generate round 3").remote())
+    # It runs meanwhile, because Ray soon forgets a task that has ended.
+    sleep = ray.remote(num_cpus=0)(lambda: time.sleep(600))
+    task = sleep.options(name="generate round 3").remote()
     deadline = time.monotonic() + 60
     while len(of_run(samples := exported())) < len(EXPECTED) or not any(
-        labels.get("Name") == "generate round 3" for _, labels, _ in samples
+        (labels.get("Name"), labels.get("State")) == ("generate round 3", "RUNNING")
+        for _, labels, _ in samples
     ):
-        assert time.monotonic() < deadline, samples
+        assert time.monotonic() < deadline, (of_run(samples), samples)
         time.sleep(0.5)
     yield samples
+    ray.cancel(task, force=True)
     metrics.close()
 
 
@@ -149,6 +152,30 @@ def queries() -> Iterator[tuple[str, str]]:
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["query"]["query"], ""
+
+
+def test_the_last_values_are_set_again_until_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray forgets a value that was not set for 20 s, and a step may last for minutes."""
+    told: list[tuple[str, float, dict[str, str]]] = []
+    monkeypatch.setattr(ray_metrics, "REPEAT_S", 0.01)
+    monkeypatch.setattr(
+        Gauge, "set", lambda self, value, tags: told.append((self.info["name"], value, tags))
+    )
+    metrics = RayMetrics("observed", "")
+    metrics.synced(4)
+    metrics.synced(5)
+    metrics.held_out({"val/f1": 0.5})
+    deadline = time.monotonic() + 30
+    while len(told) < 9:
+        assert time.monotonic() < deadline, told
+        time.sleep(0.01)
+    metrics.close()
+    expected = [("rollmatch_weight_version", 5, {}), ("rollmatch_held_out", 0.5, {"figure": "f1"})]
+    assert all(one in told[-4:] for one in expected)
+    time.sleep(0.05)  # a round of it may have been under way
+    num_told = len(told)
+    time.sleep(0.1)
+    assert len(told) == num_told
 
 
 def test_what_is_exported_of_a_step_is_in_the_table_of_metrics() -> None:
