@@ -21,6 +21,7 @@ from launch.pipeline import GeneratingEngines, Queue, RoundStream
 from launch.processes.learner_client import LearnerClient
 from launch.processes.rounds import Round
 from launch.run_folder.checkpoints import Checkpoints
+from launch.run_folder.console import Wait
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.telemetry import Telemetry
 from shared.grounding.evaluation import Evaluation, Outcome
@@ -127,8 +128,10 @@ def evaluate(
     outcomes: list[OutcomeT] = []
     started_s = time.monotonic()
     rounds = rollouts.split(held_out.held_out_requests(step))
-    for done in queue(rollouts.generate, rounds):
+    for number, done in enumerate(queue(rollouts.generate, rounds), 1):
         outcomes += held_out.score(done)
+        if number < len(rounds):
+            Wait.count("held out", number, len(rounds), "rounds are scored")
     return Evaluation(
         step,
         rollouts.version,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -63,7 +64,7 @@ from launch.processes.engine_settings import settings_of_run
 from launch.processes.placement import Placement, Resources, plan_placement
 from launch.processes.ray_connection import cluster_nodes
 from launch.processes.threads import describe_threads
-from launch.run_folder.console import make_console
+from launch.run_folder.console import StartUp, make_console
 from launch.run_folder.resume import resumed
 from launch.tools.demo.once import make_missing_demo_files, untrained_model
 from learner.host_memory import in_gib
@@ -126,7 +127,9 @@ def main(composed: DictConfig) -> None:
         make_missing_demo_files(config, show)
         config = config.model_copy(update={"model": fetched_model(config.model, show)})
         length = PreflightReport()
-        counted = length.attempt(lambda: with_num_steps(config, show))
+        start_up = StartUp(console)
+        with start_up.stage("number of steps") if config.training.num_epochs else nullcontext():
+            counted = length.attempt(lambda: with_num_steps(config, show))
         config = with_absolute_paths(counted or of_length(config, 1))
         if counted is not None:
             config, point = resumed(config)
@@ -137,7 +140,8 @@ def main(composed: DictConfig) -> None:
 
                 require_readable(config.telemetry.run_dir)
         with vllm_import(config.rollout_matching, config.timeouts.start_s) as import_problems:
-            findings = preflight(config)
+            with start_up.stage("checks"):
+                findings = preflight(config)
             findings.collect(import_problems())
         # The checks of the data find most of these again.
         findings.problems = list(dict.fromkeys([*length.problems, *findings.problems]))

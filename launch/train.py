@@ -119,11 +119,13 @@ def run(config: RunConfig, console: Console) -> None:
     from launch.run_folder.telemetry import Telemetry
 
     started_s = time.monotonic()
+    start_up = StartUp(console)
     require_vllm(config.rollout_matching)
     if config.training.num_epochs is not None:
         from launch.checks.data import with_num_steps
 
-        config = with_num_steps(config, lambda line: _print(console, [line]))
+        with start_up.stage("number of steps"):
+            config = with_num_steps(config, lambda line: _print(console, [line]))
     if config.engine_devices is not None:  # else printed after the servers or cluster are asked
         _print(console, batch_algebra(config).describe())
     _print(console, (f"note      {remark}" for remark in remarks(config)))
@@ -134,7 +136,6 @@ def run(config: RunConfig, console: Console) -> None:
         if point.is_complete(config):
             return
         require_readable(config.telemetry.run_dir)
-    start_up = StartUp(console)
     with start_up.stage("checks"):
         findings = preflight(config, waits_for_servers=True)
     if findings.problems:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from launch.run_folder.console import escaped
+from launch.run_folder.console import Wait
 from learner.data.samples import load_samples
 from learner.model.checkpoint_folder import checkpoint_problems
 from shared.config import RunConfig
@@ -22,8 +20,6 @@ from shared.dataset import Dataset, image_names
 from shared.errors import ConfigError, RecordError
 from shared.schedule import RunSchedule
 from shared.trajectory import ExampleCounts
-
-SHOW_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,22 +236,15 @@ def load_data(config: RunConfig) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def load_checked(config: RunConfig, source: DataSource) -> Dataset:
-    """Read and check a data file, and print progress. Raises the errors of `load_data`."""
+    """Read and check a data file, and show progress. Raises the errors of `load_data`."""
     path = source.path
     if not path.is_file():
         raise ConfigError(
             f"{source.key}: there is no file {path}; set {source.key} to a JSONL file, or choose"
             " data=demo, which launch.train makes if it is missing"
         )
-    shown_s = time.monotonic()
-    # On a terminal the line overwrites the progress bar, which is drawn again below it.
-    in_place_of_bar = "\r\x1b[2K" if sys.stdout.isatty() else ""
 
     def show(done: int, total: int) -> None:
-        nonlocal shown_s
-        if time.monotonic() - shown_s > SHOW_EVERY_S or done == total:
-            shown_s = time.monotonic()
-            line = f"data      {done} of {total} images of {path.name} are checked"
-            print(f"{in_place_of_bar}{escaped(line)}", flush=True)
+        Wait.count("data", done, total, f"images of {path.name} are checked")
 
     return load_samples(config, source, show)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -93,8 +94,12 @@ def fetch_model(named: str, show: Callable[[str], None], *, key: str = "model.pa
         )
     show(f"model     fetching {repo} at revision {info.sha}: {facts}")
     try:
-        # Not by `info.sha`: offline, the cache could then not resolve the revision's name.
-        return snapshot_download(repo, revision=revision or None, allow_patterns=files)
+        # Not by `info.sha`: offline, the cache could then not resolve the revision's name. On a
+        # terminal the package shows bars of its own.
+        began_s = time.monotonic()
+        folder = snapshot_download(repo, revision=revision or None, allow_patterns=files)
+        show(f"model     fetched in {time.monotonic() - began_s:.0f} s, to {folder}")
+        return folder
     except GatedRepoError as error:
         raise ConfigError(
             f"{key}: {repo} has terms that you have to accept on its page first; then log in"

@@ -187,7 +187,8 @@ def run(
         rollouts = cluster.start_actors()
         show(f"ready     {', '.join(rollouts.names)} with {config.model.path}")
         samples = LocalHeldOut(held_out, config.timeouts)
-        evaluation = evaluate(samples, rollouts, config.training.num_steps, one_ahead)
+        with start_up.stage("answers", "held out"):
+            evaluation = evaluate(samples, rollouts, config.training.num_steps, one_ahead)
     if isinstance(options, ModelOptions) or options.checkpoint is not None:
         evaluation = replace(evaluation, step=None)
     files = ", ".join(str(source.path) for source in config.data.sources("val"))

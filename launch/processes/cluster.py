@@ -353,9 +353,13 @@ def reserve(placement: Placement, start_s: float, ends: ExitStack) -> Places:
     """
     places: dict[int, PlacementGroupSchedulingStrategy] = {}
     ends_s = time.monotonic() + start_s
+    names = [actor_name(index) for index in range(len(placement.engines))] + _rank_names(placement)
     for strategy, indices in placement.groups:
         bundles = [placement.bundles[index] for index in indices]
-        group = placement_group([bundle.named() for bundle in bundles], strategy=strategy)
+        # Ray's dashboard shows the name.
+        name = " to ".join(dict.fromkeys((names[indices[0]], names[indices[-1]])))
+        amounts = [bundle.named() for bundle in bundles]
+        group = placement_group(amounts, strategy=strategy, name=name)
         ends.callback(remove_placement_group, group)
         if not group.wait(max(0.0, ends_s - time.monotonic())):
             sizes = [f"{bundle.gpus:g} GPU and {bundle.cpus:g} CPU" for bundle in bundles]

@@ -16,6 +16,7 @@ from launch.processes.replacements import (
     StallWatch,
     ended_error,
 )
+from launch.run_folder.console import Wait
 from rollout_actors.engine.ray_calls import RayCall, next_ready, result_of
 from shared.config.algorithm import EnvironmentSection, TeacherSection
 from shared.config.job import TimeoutsSection
@@ -201,6 +202,9 @@ class Fleet:
                 names = [self.names[index] for index in waiting.values()]
                 raise replace(call, error=LostStartError).timeout_error(names)
             index = waiting.pop(answer)
+            if waiting:
+                num = len(self.actors)
+                Wait.count("start", num - len(waiting), num, "actors have started")
             try:
                 devices[index], processes[index] = result_of(call, self.names[index], answer)
             except LostStartError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,10 @@ from launch.processes.placement import Resources
 from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
+GRAFANA = Path(__file__).parents[1] / "templates" / "grafana.json"
+"""A Grafana dashboard of the metrics of `launch.loggers.ray_metrics`."""
+GRAFANA_FOLDER = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
+"""Environment variable: folder into which Ray writes its dashboards of Grafana."""
 LISTEN_S = 5.0
 """Limit in seconds to open a connection to the address of a Ray cluster."""
 ANSWER_S = 60.0
@@ -141,7 +146,7 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
 
 
 def _private_ray_folder(cluster: ClusterSection) -> Path:
-    """Make the folder of Ray's sessions, and the file with this user's Ray token.
+    """Make the folder of Ray's sessions, the file with this user's Ray token, and a dashboard file.
 
     Return the folder. Raises ConfigError.
     """
@@ -155,6 +160,10 @@ def _private_ray_folder(cluster: ClusterSection) -> Path:
                 " cluster.temp_dir to a folder of yours"
             )
         private.chmod(0o700)
+        # The provisioning that Ray writes for Grafana finds every dashboard in this folder.
+        dashboards = Path(os.environ.setdefault(GRAFANA_FOLDER, str(private / "grafana")))
+        dashboards.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(GRAFANA, dashboards / "rollmatch.json")
         if needs_ray_token(cluster):
             token.parent.mkdir(mode=0o700, exist_ok=True)
             # Created atomically and with mode 0600: another run may start at the same time.

@@ -51,6 +51,8 @@ class RolloutClient:
         self._learner = learner
         self._observer = observer
         self._round: Future[PerRank] | None = None
+        self._num_begun = 0
+        """Number of rounds of the current step that were begun."""
         self._sync_failed = False
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="rollout-client")
 
@@ -93,6 +95,7 @@ class RolloutClient:
 
     def split(self, requests: PerRank) -> list[PerRank]:
         """Cut a step's rollout requests into as few rounds as the decode batches allow."""
+        self._num_begun = 0
         return self._rounds.split(requests)
 
     def generate(self, round_: PerRank) -> Round:
@@ -103,11 +106,12 @@ class RolloutClient:
         second_try = None
         if self._learner is not None:
             second_try = SecondTry(self, self._learner, self._observer, round_, self.version)
+        self._num_begun += 1
         return Round(self.begin(round_), self._observer, second_try)
 
     def begin(self, round_: PerRank) -> Future[PerRank]:
         """Begin one round of rollouts, which is not repeated if all its actors are lost."""
-        self._round = self._threads.submit(self._rounds.collect, round_)
+        self._round = self._threads.submit(self._rounds.collect, round_, self._num_begun)
         return self._round
 
     def wait_idle(self) -> None:
@@ -181,8 +185,9 @@ class RolloutClient:
             if phase is SyncPhase.RENDEZVOUS:
                 limit = self.engines.timeouts.join or limit
             call = RayCall(phase, limit, check, WeightSyncError, margin_s=POOL_MARGIN_S)
+            task = f"sync {phase}"  # shown by Ray's dashboard
             asked = [
-                (name, actor.run_sync_phase.remote(phase, shared_offer))
+                (name, actor.run_sync_phase.options(name=task).remote(phase, shared_offer))
                 for name, actor in self.engines.named()
             ]
             reports = wait_for_all(call, asked)

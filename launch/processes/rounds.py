@@ -167,8 +167,8 @@ class Rounds:
     def split(self, requests: PerRank) -> list[PerRank]:
         return self._size.split(requests, self._engines.devices)
 
-    def collect(self, round_: PerRank) -> PerRank:
-        """Have the actors generate the rollouts of one round.
+    def collect(self, round_: PerRank, number: int) -> PerRank:
+        """Have the actors generate the rollouts of one round, the step's round `number`.
 
         Returns, for each learner rank, references to `list[Rollout]`s in position order. The
         rollouts stay in the process that made them. Raises a RolloutError that names the actor, or
@@ -194,7 +194,9 @@ class Rounds:
         while True:
             deadline = call.deadline()
             send = self._send_at_once if self._size.in_one_round else self._send
-            waiting |= {sent.count: sent for sent in send(queue.take(), round_, deadline)}
+            # Ray's dashboard shows this name. A number of the run would make too many names for it.
+            sent_parts = send(queue.take(), round_, deadline, f"generate round {number}")
+            waiting |= {sent.count: sent for sent in sent_parts}
             if not waiting:
                 break
             deadlines = {count: sent.deadline for count, sent in waiting.items()}
@@ -266,13 +268,11 @@ class Rounds:
         )
 
     def _send(
-        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float
+        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float, task: str
     ) -> list[_SentPart]:
         sent = []
         for part in parts:
             objects, places = _objects_of(part, round_)
-            # Ray's dashboard shows this name.
-            task = f"generate {len(places)} for learner rank {part.rank}"
             method = self._asked.actors[part.engine].generate.options(num_returns=2, name=task)
             attempt = TRIES * part.num_failed
             rollouts, count = method.remote(*objects, places=places, attempt=attempt)
@@ -280,13 +280,12 @@ class Rounds:
         return sent
 
     def _send_at_once(
-        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float
+        self, parts: Sequence[RoundPart], round_: PerRank, deadline: float, task: str
     ) -> list[_SentPart]:
         """Send the parts of all learner ranks to the only actor in one call."""
         if not parts:
             return []
         of_parts = [_objects_of(part, round_) for part in parts]
-        task = f"generate {sum(len(places) for _, places in of_parts)} at once"
         method = self._asked.actors[0].generate_at_once.options(
             num_returns=2 * len(parts), name=task
         )

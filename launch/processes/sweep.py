@@ -323,6 +323,11 @@ class Room:
         return Resources(cpus, float(math.ceil(reserved.gpus)))
 
 
+def trial_of(run_dir: Path) -> str:
+    """Return the number of the sweep's trial in this run folder; an empty text without a sweep."""
+    return run_dir.name.removeprefix("trial_") if (run_dir.parent / TRIALS).exists() else ""
+
+
 def last_lines(folder: Path) -> dict[int, Line]:
     """Return the last line in `trials.jsonl` of each trial that has ended, by trial number."""
     lines = {line["trial"]: line for line in read_lines(folder / TRIALS)}

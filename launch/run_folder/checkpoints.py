@@ -330,6 +330,8 @@ class Checkpoints:
             has_answers_ahead=answers is not None,
             lost_answers_ahead=is_lost,
         )
+        if not background:
+            self._telemetry.note(f"saving    {new.folder}")
         # The whole save is tried again, because a failed one leaves nothing of this checkpoint.
         return self._telemetry.patience(
             lambda: self._learner.save(

@@ -9,7 +9,7 @@ import re
 import select
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -181,6 +181,47 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
+SHOW_EVERY_S = 5.0
+"""Least time in seconds between two lines about the progress of one wait."""
+
+
+class Wait:
+    """A wait of the command, open in its `with` block; it shows how much of the work is done."""
+
+    _open: ClassVar[list[Wait]] = []
+
+    def __init__(self, console: Console, on_bar: Callable[[int, int, str], object]) -> None:
+        """`on_bar(done, total, what)` shows the progress on the terminal, if there is one."""
+        self._console = console
+        self._on_bar = on_bar
+        self._shown_s = time.monotonic()
+
+    def __enter__(self) -> Wait:
+        self._open.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.remove(self)
+
+    @classmethod
+    def count(cls, label: str, done: int, total: int, what: str) -> None:
+        """Report that `done` of `total` parts of the work of the innermost open wait are done.
+
+        A terminal shows it in its bar. Elsewhere a line is printed, at most every `SHOW_EVERY_S`
+        seconds. When all is done, it is printed at once.
+
+        Example: `Wait.count("data", 2, 5, "images are checked")`.
+        """
+        wait = cls._open[-1] if cls._open else cls(make_console(), lambda *_: None)
+        now_s = time.monotonic()
+        wait._on_bar(done, total, what)
+        is_late = not wait._console.is_terminal and now_s - wait._shown_s > SHOW_EVERY_S
+        if is_late or done == total:
+            wait._shown_s = now_s
+            line = f"{label:<10}{done} of {total} {what}"
+            wait._console.print(line, markup=False, highlight=False)
+
+
 class StartUp:
     """Prints the stages of a command's start-up with their durations.
 
@@ -192,17 +233,20 @@ class StartUp:
         self._began_s = time.monotonic()
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Show the `with` block as a stage of the start-up; print its seconds if it succeeds."""
+    def stage(self, name: str, label: str = "start") -> Iterator[None]:
+        """Show the `with` block as a stage of the start-up; print its seconds if it succeeds.
+
+        `label`: first word of the line.
+        """
         began_s = time.monotonic()
         columns = (
-            TextColumn("start     {task.description}", markup=False),
+            TextColumn(f"{label:<10}{{task.description}}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
         )
         hidden = not self._console.is_terminal
         if hidden:
-            self._console.print(f"start     {name} ...", markup=False, highlight=False)
+            self._console.print(f"{label:<10}{name} ...", markup=False, highlight=False)
         # The streams are not redirected, because Ray inspects them when it starts.
         with Progress(
             *columns,
@@ -214,10 +258,17 @@ class StartUp:
             redirect_stderr=False,
         ) as bar:
             # Without a total, so that it pulses: the duration is unknown.
-            bar.add_task(name, total=None)
-            yield
+            task = bar.add_task(name, total=None)
+
+            def on_bar(done: int, total: int, what: str) -> None:
+                text = f"{name}, {done} of {total} {what}"
+                bar.update(task, completed=done, total=total, description=text)
+
+            with Wait(self._console, on_bar):
+                yield
         now_s = time.monotonic()
-        line = f"start     {name}: {now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in total"
+        seconds = f"{now_s - began_s:.1f} s, {now_s - self._began_s:.0f} s in total"
+        line = f"{label:<10}{name}: {seconds}"
         self._console.print(line, markup=False, highlight=False)
 
     def note(self, line: str) -> None:
@@ -246,6 +297,7 @@ class StepBar:
             redirect_stdout=False,
             redirect_stderr=False,
         )
+        self._console = console
         self._max_steps = max_steps
         self._first_step = 0
         self._is_shown = False
@@ -270,8 +322,13 @@ class StepBar:
             self._bar.start()
         self._bar.update(self._task, description=what)
         self._is_waiting = True
+
+        def on_bar(done: int, total: int, part: str) -> None:
+            self._bar.update(self._task, description=f"{what}, {done} of {total} {part}")
+
         try:
-            yield
+            with Wait(self._console, on_bar):
+                yield
         finally:
             self._is_waiting = False
 

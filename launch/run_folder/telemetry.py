@@ -19,6 +19,7 @@ from launch.loggers.events import AlertEvent
 from launch.loggers.ray_metrics import RayMetrics
 from launch.loggers.sink import Loggers
 from launch.processes.batch_algebra import BatchAlgebra
+from launch.processes.sweep import trial_of
 from launch.run_folder.console import StepBar
 from launch.run_folder.folder import RunFolder
 from launch.run_folder.held_out import (
@@ -215,7 +216,9 @@ class Telemetry:
         self._plans.placed(algebra, engines)
         self._devices = algebra.engine_devices
         if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
-            self._ray_metrics = RayMetrics(self._config.telemetry.name)
+            section = self._config.telemetry
+            self._ray_metrics = RayMetrics(section.name, trial_of(section.run_dir))
+            self._ends.callback(self._ray_metrics.close)
         folder = self._folder.path
         write_run_file(folder / "batch_algebra.txt", "\n".join(algebra.describe()) + "\n")
         placement = {
@@ -271,6 +274,8 @@ class Telemetry:
             noise = report.canary_noise.as_json()
             self.patience(lambda: write_run_file(self._folder.path / NOISE_FILE, noise))
         self._note_mode(report)
+        if self._ray_metrics is not None:
+            self._ray_metrics.synced(report.version)
         self._trace_until_now(f"sync v{report.version}", report.total_s)
         self.note(
             f"sync      v{report.version}  {report.bytes / 1e6:.1f} MB in {report.total_s:.2f} s,"
@@ -290,6 +295,8 @@ class Telemetry:
         if self._loggers is not None:
             assert evaluation.step is not None, "reports of a run have a step"
             self._loggers.report(evaluation.step, folder, report.metrics(), pictures)
+        if self._ray_metrics is not None:
+            self._ray_metrics.held_out(report.metrics())
         size = f"{record.step} steps, {record.num_samples} samples"
         self.note(f"held out  after {size}: {report.describe()}")
         self._tell(self._doctor.report(line, self._folder.path))
@@ -338,7 +345,8 @@ class Telemetry:
         if self._loggers is not None:
             self._loggers.step(report.number, metrics)
         if self._ray_metrics is not None:
-            self._ray_metrics.step_done(report.number, version, metrics)
+            self._ray_metrics.step_done(report.number, metrics)
+            self._ray_metrics.synced(version)
         self._trace(step_spans(record, report, start_s, end_s))
         self.note(progress_line(report, metrics, self._config.training.num_steps))
         self._bar.done(report.number)

@@ -112,7 +112,8 @@ class TelemetrySection(Section):
     run_dir: ConfigPath = Path("outputs/run")
     """The run folder: resolved configuration, metrics, plans, timeline, checkpoints."""
     ray_metrics: bool = True
-    """Publish speed, times, loss and weight version with `ray.util.metrics`, for Prometheus."""
+    """Publish loss, reward, match rate, held-out figures, times, idle shares, speed and weight
+    version with `ray.util.metrics`, for Prometheus."""
     timeline: bool = True
     """Record what every process does and when, in `timeline.json` of the run folder. Open the file
     in Perfetto, a viewer at https://ui.perfetto.dev."""

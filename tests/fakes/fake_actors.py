@@ -35,12 +35,19 @@ class FakeActor:
         self._is_asked = False
         self._is_stuck = False
         self._num_tokens = 0
+        self._tasks: list[str] = []
+
+    async def tasks(self) -> list[str]:
+        """Names, as Ray's dashboard has them, of the calls of `generate` and of a sync since the
+        last change."""
+        return self._tasks
 
     async def become(self, phase: str = "", trouble: str = "") -> None:
         """Change for the next test. Whoever sleeps wakes up."""
         self._woken.set()
         self._is_asked = False
         self._is_stuck = False
+        self._tasks = []
         self._woken = asyncio.Event()
         self._phase = phase
         self._trouble = trouble
@@ -53,6 +60,7 @@ class FakeActor:
         self, *objects: SentRequests, places: range | None = None, attempt: int = 0
     ) -> tuple[list[Any], int]:
         self._is_asked = True
+        self._tasks.append(ray.get_runtime_context().get_task_name())
         await self._reach("generate")
         self._is_asked = False
         requests = SentRequests.chosen(objects, places).requests
@@ -72,6 +80,7 @@ class FakeActor:
         await self._reach("use_engines")
 
     async def run_sync_phase(self, phase: SyncPhase, offer: WeightOffer) -> SyncReport | None:
+        self._tasks.append(ray.get_runtime_context().get_task_name())
         await self._reach(phase)
         if phase is not SyncPhase.CANARY:
             return None

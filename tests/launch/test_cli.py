@@ -322,8 +322,8 @@ def test_rollmatch_runs_a_command_as_python_does_with_m(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit) as ended:
         cli.run_command()
     assert ended.value.code == 1
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert first == "imported"
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "imported" in lines
     assert last.startswith("rollout_matching.pipeline.objective[0].name: own_objective has no Own;")
 
 

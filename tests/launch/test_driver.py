@@ -4,6 +4,7 @@ channel-b-pipeline; decisions 13 and 41).
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -15,10 +16,12 @@ from unittest.mock import Mock, call
 
 import pytest
 from config_support import configuration
+from rich.console import Console
 
 from launch.driver import evaluate, train
 from launch.pipeline import one_ahead, one_at_a_time
 from launch.processes.rounds import Round, RoundSize, SecondTry
+from launch.run_folder.console import Wait
 from shared.chunking import split_contiguous
 from shared.errors import LostRoundError
 from shared.metrics import StepReport
@@ -275,7 +278,10 @@ def test_what_came_of_held_out_samples_is_in_their_order_whatever_rank_and_round
             return super().score(done)[::-1]
 
     world = World()
-    evaluation = evaluate(Shuffled(world), Rollouts(world, 7), 3, one_ahead)
+    counts = []
+    with Wait(Console(file=io.StringIO()), lambda *count: counts.append(count)):
+        evaluation = evaluate(Shuffled(world), Rollouts(world, 7), 3, one_ahead)
+    assert counts == [(number, 6, "rounds are scored") for number in range(1, 6)]
     assert [outcome.position for outcome in evaluation.outcomes] == list(range(40))
     assert (evaluation.step, evaluation.weight_version) == (3, 0)
 

@@ -98,6 +98,8 @@ def nodes_of(rank):
     bundles = (Resources(0.25, 0.0),), (rank,) * 2
     with ExitStack() as ends:
         places = reserve(Placement(*bundles, 1, None, None, shard_size=2), 10.0, ends)
+        groups = ray.util.placement_group_table().values()
+        print(sorted(one["name"] for one in groups if one["state"] == "CREATED"))
         where = ray.remote(num_cpus=0.1)(lambda: ray.get_runtime_context().get_node_id())
         return ray.get([where.options(scheduling_strategy=places[n]).remote() for n in range(3)])
 engine, first, second = nodes_of(Resources(0.5, 0.0))
@@ -107,7 +109,8 @@ try:
 except ConfigError as error:
     print(error)
 """
-    together, told = printed_by(code, nodes).splitlines()
+    names, together, told = printed_by(code, nodes).splitlines()
+    assert names == "['learner-0 to learner-1', 'rollout-actor-0']"
     assert together == "True True"
     assert told.startswith("learner.shard_size: the cluster has the resources, but in 10 s")
     assert "0 GPU and 0.75 CPU, 0 GPU and 0.75 CPU, all on one node; " in told

@@ -107,6 +107,7 @@ def test_what_is_not_is_fetched_at_the_revision_of_now_without_other_formats(hub
     fetch_model("some/model", lines.append)
     assert asked == [{"repo": "some/model", "revision": None, "allow_patterns": list(FILES)}]
     assert lines[0].startswith(f"model     fetching some/model at revision {SHA}: 0.00 GB, ")
+    assert lines[1].startswith("model     fetched in 0 s, to ") and lines[1].endswith(SHA)
 
 
 def test_what_was_fetched_is_found_in_the_cache_from_then_on(hub: Any) -> None:

@@ -23,7 +23,7 @@ from ray.exceptions import AuthenticationError
 
 from launch.processes import ray_connection
 from launch.processes.placement import Resources
-from launch.processes.ray_connection import cluster_nodes, connect
+from launch.processes.ray_connection import GRAFANA, GRAFANA_FOLDER, cluster_nodes, connect
 from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
@@ -123,6 +123,8 @@ def test_ray_s_sockets_and_token_are_for_this_user_alone(
     for name in ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv(GRAFANA_FOLDER, "set, so that it is taken back after the test")
+    monkeypatch.delenv(GRAFANA_FOLDER)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     init = Mock(side_effect=RuntimeError("not started"))
@@ -138,6 +140,8 @@ def test_ray_s_sockets_and_token_are_for_this_user_alone(
         tokens.append(token.read_text())
         token.chmod(0o644)
     assert len(tokens[0]) == 64 and tokens[0] == tokens[1]
+    assert Path(os.environ[GRAFANA_FOLDER]) == private / "grafana", "here Ray writes its dashboards"
+    assert (private / "grafana" / "rollmatch.json").read_text() == GRAFANA.read_text()
     shutil.rmtree(private)
     private.symlink_to(tmp_path / "home")
     assert "is not a folder of this user" in refusal(connect_to, "local")

@@ -4,6 +4,7 @@ late."""
 from __future__ import annotations
 
 import hashlib
+import io
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,10 +15,12 @@ import ray
 from fake_actors import EchoEngine, Sender, create_fake_actor
 from fake_server import make_request
 from ray.exceptions import OwnerDiedError, RayTaskError
+from rich.console import Console
 
 from launch.processes.fleet import Fleet, RolloutTimeouts
 from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
+from launch.run_folder.console import Wait
 from rollout_actors.engine.actor import EngineActor
 from rollout_actors.engine.ray_calls import RayCall
 from shared.config.job import TimeoutsSection
@@ -26,6 +29,7 @@ from shared.protocols import CLOSED_S, PerRank
 from shared.records import ImageRef
 from shared.rollouts import WeightOffer
 from shared.sent_requests import PictureShelf, RequestRef
+from shared.weight_sync.phases import SyncPhase
 
 pytestmark = pytest.mark.ray
 
@@ -101,13 +105,30 @@ def test_a_round_is_split_into_contiguous_shares_and_comes_back_in_order(
     make_client: MakeClient,
 ) -> None:
     client = make_client(devices=())
-    client.start()
+    counts: list[tuple[int, int, str]] = []
+    with Wait(Console(file=io.StringIO()), lambda *count: counts.append(count)):
+        client.start()
+    assert counts == [(1, 2, "actors have started")]
     assert client.devices == (1, 1), "they were asked"
     (shares,) = map(ray.get, client.generate(refs(3)).result())
     assert shares == [
         [("actor-0", "request-0"), ("actor-0", "request-1")],
         [("actor-1", "request-2")],
     ]
+
+
+def test_calls_are_named_after_the_phase_of_a_sync_and_the_round_of_a_step(
+    make_client: MakeClient, fake_actors: list[Any]
+) -> None:
+    """Not after the round of the run: Ray has a metric for each name."""
+    client = make_client()
+    client.receive_weights(offer(1)).result()
+    rounds = [f"generate round {number}" for number in (1, 2)]
+    for _ in range(2):
+        for round_ in client.split(refs(6)):
+            client.generate(round_).result()
+    expected = [*(f"sync {phase}" for phase in SyncPhase), *rounds, *rounds]
+    assert ray.get([actor.tasks.remote() for actor in fake_actors]) == [expected, expected]
 
 
 def test_an_empty_share_sends_nothing(make_client: MakeClient) -> None:

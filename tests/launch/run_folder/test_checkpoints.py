@@ -101,6 +101,8 @@ def test_the_index_says_folder_step_score_and_why(world):
         entry("checkpoint", 4, "final"),
     ]
     assert folders(world.run_dir) == sorted(kept["folder"] for kept in index(world.run_dir))
+    # The run waits only for the last.
+    world.telemetry.note.assert_called_once_with(f"saving    {world.run_dir / 'checkpoint'}")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from launch.run_folder.console import EscapedRecord, StartUp, StepBar, make_console
+from launch.run_folder.console import EscapedRecord, StartUp, StepBar, Wait, make_console
 
 
 def test_a_log_has_a_line_when_a_stage_begins_and_one_with_its_seconds_when_it_is_done():
@@ -45,6 +45,45 @@ def test_a_terminal_shows_a_bar_while_a_stage_lasts():
     # Nothing of it stays but the line.
     assert "start     [learner] ..." not in shown
     assert output.getvalue().rstrip().endswith("s in total")
+
+
+def test_a_log_has_the_count_of_a_long_stage_from_time_to_time_and_when_all_is_done(monkeypatch):
+    output = io.StringIO()
+    with StartUp(Console(file=output, width=200)).stage("checks"):
+        Wait.count("data", 1, 4, "images are checked")
+        monkeypatch.setattr("launch.run_folder.console.SHOW_EVERY_S", 0.0)
+        Wait.count("data", 2, 4, "images are checked")
+        monkeypatch.setattr("launch.run_folder.console.SHOW_EVERY_S", 60.0)
+        Wait.count("data", 3, 4, "images are checked")
+        Wait.count("data", 4, 4, "images are checked")
+    assert output.getvalue().splitlines()[1:-1] == [
+        "data      2 of 4 images are checked",
+        "data      4 of 4 images are checked",
+    ]
+
+
+def test_the_count_of_a_stage_is_in_its_bar_and_without_a_stage_on_the_standard_output(capsys):
+    output = io.StringIO()
+    start_up = StartUp(Console(file=output, width=100, force_terminal=True, color_system=None))
+    with start_up.stage("checks"):
+        Wait.count("data", 1, 4, "images are checked")
+    assert re.search(r"start     checks, 1 of 4 images are checked ━{10} +0:", output.getvalue())
+    assert capsys.readouterr().out == ""
+    for done in (3, 4):
+        Wait.count("data", done, 4, "images are checked")
+    assert capsys.readouterr().out == "data      4 of 4 images are checked\n"
+
+
+def test_the_count_of_a_wait_stands_next_to_the_bar_of_the_steps():
+    output = io.StringIO()
+    bar = StepBar(Console(file=output, width=100, force_terminal=True, color_system=None), 160)
+    with bar.waits_for("the held-out report"):
+        with bar.waits_for("rollouts"):
+            Wait.count("held out", 2, 9, "rounds are scored")
+        bar.close()
+    assert re.search(
+        r"step 0/160 .*left, waits for the held-out report, 2 of 9 rounds are", output.getvalue()
+    )
 
 
 def test_a_terminal_shows_the_step_of_how_many_the_time_left_and_what_is_waited_for():
