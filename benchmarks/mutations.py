@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant("segment-as-long-as-a-row-refused", "learner/packing.py",
         "if length > capacity:", "if length >= capacity:", ("tests/learner/test_packing.py",)),
     Mutant("packing-window-not-begun-anew-in-a-step", "learner/packing.py",
-        "self._num_added = 0\n        return self._buffer.flush()", "return self._buffer.flush()",
+        "self._num_added = 0\n        return [_row(", "return [_row(",
         ("tests/learner/test_packing_policy.py",)),
     Mutant("desc-of-matched-prediction-learned", "learner/algorithms/matched_targets.py",
         "self._roles[self._overlapping(prediction.desc_value)] = TokenRole.NEUTRAL",

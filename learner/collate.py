@@ -1,7 +1,8 @@
 """Packs segments into one row: the tensors of one forward pass, and the supervision of its logits.
 
-Position ids restart in each segment. Only this module turns positions in a target into positions in
-the row, and weights of tokens and slots into means within a segment (decision 6).
+Position ids restart in each segment, or continue the prompt that it shares. Only this module turns
+positions in a target into positions in the row, and weights of tokens and slots into means within a
+segment (decision 6).
 
 Shape legend: T row tokens, L target tokens, N positions whose logits are needed, K tokens to
 compare, M tokens learned by their advantage, I images, R image patches or tiles, D values of each.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from learner.objectives.base import (
     TeacherSupervision,
     TextSupervision,
 )
-from learner.segments import Segment
+from learner.segments import Segment, shared_tokens
 from learner.targets import AdvantageTarget, Target, TextWeights, TokenRole
 from shared.tokens.pictures import EncodedImages
 
@@ -40,8 +42,9 @@ class ModelInputs(NamedTuple):
     input_ids: torch.Tensor
     """int64 [1, T]: the token ids of the row."""
     position_ids: torch.Tensor
-    """int64 [1, T]: positions that restart in each segment; transformers finds the segments by the
-    restarts. With M-RoPE [4, 1, T]: the same positions, then the three M-RoPE rows."""
+    """int64 [1, T]: positions that restart in each segment, at 0 or after the tokens that it
+    shares; transformers finds the segments by the restarts. With M-RoPE [4, 1, T]: the same
+    positions, then the three M-RoPE rows."""
     pixel_values: torch.Tensor
     """[R, D]: R patches or tiles of images, D values each; [0, 0] without images. Any float type.
     """
@@ -83,6 +86,9 @@ class PackedRow:
     """int64: the token that each position predicts (the row's next token, or a label override)."""
     supervision: Supervision
     compared: ComparedTokens
+    num_shared: tuple[int, ...] = ()
+    """For each segment in the row, the number of its first tokens that are in an earlier segment
+    instead (`shared_tokens`). Empty: all are 0."""
     has_beside: bool = False
     """Whether the row ends with a segment without supervision (argument `beside` of `collate`)."""
     _on_host: PackedRow | None = None
@@ -90,13 +96,19 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.segments))
+        """The number of tokens of the supervised segments in the row."""
+        return sum(map(len, self.segments)) - sum(self.num_shared)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The number of tokens of each segment, including the segment without supervision."""
+        """The number of tokens of each segment, including the segment without supervision.
+
+        Without the tokens that a segment shares.
+        """
         unsupervised = self.inputs.input_ids.shape[-1] - self.num_tokens
-        return (*map(len, self.segments), *([unsupervised] if unsupervised else []))
+        pairs = zip(self.segments, self.num_shared or repeat(0), strict=False)
+        lengths = (len(segment) - num_shared for segment, num_shared in pairs)
+        return (*lengths, *([unsupervised] if unsupervised else []))
 
     @property
     def on_host(self) -> PackedRow:
@@ -136,6 +148,7 @@ def collate(
     rope_index: RopeIndex | None,
     beside: Segment | None = None,
     pixel_dtype: torch.dtype = torch.float32,
+    share_prompts: bool = False,
 ) -> PackedRow:
     """Pack `segments` into one row, in order.
 
@@ -145,6 +158,8 @@ def collate(
         beside: segment with images that is appended without supervision, so that a row without
             images runs the vision tower too.
         pixel_dtype: the type of the row's pixel values.
+        share_prompts: put equal prompts of successive segments into the row once
+            (`training.share_prompts`).
 
     Example: two segments of 100 and 60 tokens, whose targets are the last 10 of each: target
     position 0 of the second is predicted at row position 100 + 60 - 10 - 1 = 149.
@@ -152,7 +167,12 @@ def collate(
     # Weights form means within a segment, so a row's loss is a sum over its segments, and a step's
     # loss is a sum over its rows. The optimizer divides at the step's end (decisions 6 and 7).
     # A token is predicted one position earlier: a target's first token by the prompt's last.
-    ends = np.cumsum([len(segment) for segment in segments])
+    in_row = [*segments, *([] if beside is None else [beside])]
+    num_shared = [0] * len(in_row)
+    if share_prompts:
+        num_shared[: len(segments)] = shared_tokens(segments)
+    pairs = list(zip(in_row, num_shared, strict=True))
+    ends = np.cumsum([len(segment) - num for segment, num in pairs[: len(segments)]])
     starts = [
         end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)
     ]
@@ -179,8 +199,7 @@ def collate(
     def index(needed_positions: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.searchsorted(needed, needed_positions))
 
-    in_row = [*segments, *([] if beside is None else [beside])]
-    inputs = _model_inputs(in_row, rope_index, pixel_dtype)
+    inputs = _model_inputs(pairs, rope_index, pixel_dtype)
     positions_N = torch.from_numpy(needed // 2)
     token_ids_N = inputs.input_ids[0, positions_N + 1]
     labels = [one.token_id for target in targets for one in target.label_overrides]
@@ -216,6 +235,7 @@ def collate(
         ComparedTokens(
             index(2 * compared_at), _floats(target.compared_logprobs for _, target in placed)
         ),
+        num_shared=tuple(num_shared),
         has_beside=beside is not None,
     )
 
@@ -281,24 +301,26 @@ def _equal_weights(count: int) -> np.ndarray:
 
 
 def _model_inputs(
-    segments: Sequence[Segment], rope_index: RopeIndex | None, pixel_dtype: torch.dtype
+    segments: Sequence[tuple[Segment, int]], rope_index: RopeIndex | None, pixel_dtype: torch.dtype
 ) -> ModelInputs:
+    """Return the inputs of a row's segments, each without its number of shared tokens."""
     input_ids = []
     position_ids = []
-    for segment in segments:
+    for segment, num_shared in segments:
         prompt = segment.prompt
         ids_1L = torch.tensor([[*prompt.token_ids, *segment.target.token_ids]])
-        input_ids.append(ids_1L)
+        input_ids.append(ids_1L[:, num_shared:])
         # From 0 in every segment: the attention finds the segments by the restarts.
         positions_1L = torch.arange(ids_1L.shape[1])[None]
         if rope_index is None:
-            position_ids.append(positions_1L)
+            position_ids.append(positions_1L[:, num_shared:])
             continue
         grid = prompt.image_grid_I3 if len(prompt.image_grid_I3) else None
         modality_1L = segment.modality[None]
         mrope_31L, _ = rope_index(ids_1L, mm_token_type_ids=modality_1L, image_grid_thw=grid)
-        position_ids.append(torch.cat([positions_1L[None], mrope_31L]))
-    prompts = [segment.prompt for segment in segments]
+        position_ids.append(torch.cat([positions_1L[None], mrope_31L])[..., num_shared:])
+    # A shared prompt is there once, with its images.
+    prompts = [segment.prompt for segment, num_shared in segments if not num_shared]
     with_images = [prompt for prompt in prompts if len(prompt.image_grid_I3)]
     pixels = [prompt.pixel_values_RD.to(pixel_dtype) for prompt in with_images]
     return ModelInputs(

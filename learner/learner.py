@@ -123,6 +123,7 @@ class Learner:
             decode,
             self.reference,
             dtype=DTYPES[config.model.dtype],
+            share_prompts=config.training.share_prompts,
         )
         self._packing = packing_policy(config.row_rule, config.training, config.global_max_length)
         self.optimizer = Optimizer(self.loaded.model, config.training, self._ranks)
@@ -142,7 +143,11 @@ class Learner:
         families, so a run does not."""
         if self.loaded.is_text:
             self.row_difference = check_packed_rows(
-                self.loaded.model, config.model.path, config.model.dtype, self.parallel.forward
+                self.loaded.model,
+                config.model.path,
+                config.model.dtype,
+                self.parallel.forward,
+                shares_prompts=config.training.share_prompts,
             )
         self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0

@@ -6,12 +6,13 @@ With every policy, rows depend only on positions, not on arrival order, rounds o
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from learner.segments import Segment
+from learner.segments import Segment, shared_tokens
 from shared.config.run import RowRule
 from shared.config.training import TrainingSection
 from shared.errors import ConfigError
@@ -184,6 +185,12 @@ class CarryBuffer(Generic[SizedT]):
         self._segments.append(segment)
         self.num_tokens += len(segment)
 
+    def replace(self, index: int, segment: SizedT) -> None:
+        """Put a segment in the place of one that waits. Raises ConfigError if it does not fit."""
+        _require_fits(len(segment), self.capacity, "the segment")
+        self.num_tokens += len(segment) - len(self._segments[index])
+        self._segments[index] = segment
+
     def segments(self) -> tuple[SizedT, ...]:
         """Return the segments that wait in the buffer, oldest first."""
         return tuple(self._segments)
@@ -264,32 +271,71 @@ class PackingPolicy:
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """Segments that share a row's copy of their prompt (`shared_tokens`), or a single segment.
+
+    Example: two segments of 30 and 28 tokens that share 25: `len(siblings)` is 33.
+    """
+
+    segments: tuple[Segment, ...]
+
+    def __len__(self) -> int:
+        first, *others = self.segments
+        # The last token of the prompt is not shared.
+        return len(first) + sum(1 + len(segment.target.token_ids) for segment in others)
+
+    def joined_by(self, segment: Segment) -> Siblings | None:
+        """Return these segments and one more; None if it has another prompt."""
+        shares = shared_tokens([self.segments[-1], segment])[-1]
+        return Siblings((*self.segments, segment)) if shares else None
+
+
 class PackWithinStep(PackingPolicy):
     """Packing policy that trains every segment in the step that drew its sample.
 
     It returns full rows after every `window` segments or if the buffer is full, and the remaining
-    rows at the step's end.
+    rows at the step's end. With `share_prompts`, segments with the prompt of a segment that waits
+    get into the same row as long as they fit.
     """
 
-    def __init__(self, buffer: CarryBuffer[Segment], window: int) -> None:
+    def __init__(
+        self, buffer: CarryBuffer[Siblings], window: int, *, share_prompts: bool = False
+    ) -> None:
         self._buffer = buffer
         self._window = window
+        self._share_prompts = share_prompts
         self._num_added = 0
 
     def add(self, segment: Segment) -> list[Row]:
         rows: list[Row] = []
-        if len(self._buffer) == self._buffer.max_segments:
-            rows.append(self._buffer.pop_row())
-        self._buffer.insert(segment)
+        if not (self._share_prompts and self._joins(segment)):
+            if len(self._buffer) == self._buffer.max_segments:
+                rows.append(_row(self._buffer.pop_row()))
+            self._buffer.insert(Siblings((segment,)))
         self._num_added += 1
         if self._num_added % self._window == 0:
             while self._buffer.num_tokens >= self._buffer.capacity:
-                rows.append(self._buffer.pop_row())
+                rows.append(_row(self._buffer.pop_row()))
         return rows
 
     def finish_step(self) -> list[Row]:
         self._num_added = 0
-        return self._buffer.flush()
+        return [_row(siblings) for siblings in self._buffer.flush()]
+
+    def _joins(self, segment: Segment) -> bool:
+        """Add the segment to waiting segments with its prompt. Return False if there are none."""
+        # The newest first, because siblings follow each other.
+        for index, waiting in reversed([*enumerate(self._buffer.segments())]):
+            siblings = waiting.joined_by(segment)
+            if siblings is not None and len(siblings) <= self._buffer.capacity:
+                self._buffer.replace(index, siblings)
+                return True
+        return False
+
+
+def _row(siblings: Sequence[Siblings]) -> Row:
+    return [segment for one in siblings for segment in one.segments]
 
 
 class CarryOver(PackingPolicy):
@@ -335,7 +381,11 @@ def packing_policy(rule: RowRule, training: TrainingSection, capacity: int) -> P
     """
     if rule is RowRule.SEGMENT:
         return PackingPolicy()
-    buffer = CarryBuffer[Segment](capacity, training.packing_buffer)
     if rule is RowRule.STEP:
-        return PackWithinStep(buffer, training.packing_window)
+        return PackWithinStep(
+            CarryBuffer[Siblings](capacity, training.packing_buffer),
+            training.packing_window,
+            share_prompts=training.share_prompts,
+        )
+    buffer = CarryBuffer[Segment](capacity, training.packing_buffer)
     return CarryOver(buffer, training.per_device_train_batch_size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +102,31 @@ class Segment:
         if of_target is None:
             of_target = self.prompt.modality_P.new_zeros(len(self.target.token_ids))
         return torch.cat([self.prompt.modality_P, of_target])
+
+
+def shared_tokens(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """Return how many tokens of each segment a row need not repeat (`training.share_prompts`).
+
+    A segment shares the prompt of the segment before it if both prompts and their images are equal,
+    except the prompt's last token: its logits predict the target's first token.
+
+    Example: three segments with one prompt of 26 tokens, then one with another: (0, 25, 25, 0).
+    """
+    return (0, *(_num_shared(before, segment) for before, segment in pairwise(segments)))
+
+
+def _num_shared(before: Segment, segment: Segment) -> int:
+    one = before.prompt
+    other = segment.prompt
+    num_shared = len(other.token_ids) - 1
+    # Pixels of images in the target, or at the last token of the prompt, would be needed again.
+    has_later_images = bool(segment.modality[num_shared:].any())
+    is_shared = one is other or (
+        one.token_ids == other.token_ids
+        and torch.equal(one.image_grid_I3, other.image_grid_I3)
+        and torch.equal(one.pixel_values_RD, other.pixel_values_RD)
+    )
+    return num_shared if is_shared and not has_later_images else 0
 
 
 KEPT_TEXTS = 1024

@@ -185,7 +185,7 @@ def _forward(
 def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
     """Return the hidden states [L, D] in the model's own type."""
     inputs = row.inputs
-    with packed_row(row.lengths):
+    with packed_row(row.lengths, row.num_shared):
         output = model.base_model(
             input_ids=inputs.input_ids,
             position_ids=inputs.position_ids,
@@ -444,6 +444,7 @@ class RowTrainer:
         reference: Reference | None = None,
         *,
         dtype: torch.dtype,
+        share_prompts: bool = False,
     ) -> None:
         """Build the objectives of both channels from `pipeline`.
 
@@ -453,9 +454,11 @@ class RowTrainer:
             decode: sampling settings of the rollouts.
             reference: the run's initial model, for objectives that compare the learner with it.
             dtype: number type of the model's forwards. Shards have another.
+            share_prompts: the configuration's `training.share_prompts`.
         """
         self._loaded = loaded
         self._dtype = dtype
+        self._share_prompts = share_prompts
         self._parallel = parallel
         self._reference = reference
         self._objectives = {
@@ -487,6 +490,7 @@ class RowTrainer:
             rope_index=self._loaded.rope_index,
             beside=beside,
             pixel_dtype=self._dtype,
+            share_prompts=self._share_prompts,
         ).to(self._loaded.device)
 
     def queue(

@@ -248,7 +248,7 @@ class StepMetrics:
         With `training.updates_per_batch` > 1 a row is trained several times, and its losses are
         added each time.
         """
-        self.totals.add("packing/num_learned_tokens", row.num_tokens)
+        self.totals.add("packing/num_learned_tokens", sum(map(len, row.segments)))
         for name, value in {"loss/total": result.loss, **result.terms}.items():
             # Not 0 + value: the sum starts with the first row's exact value (sign of zero).
             self._losses[name] = self._losses[name] + value if name in self._losses else value

@@ -200,7 +200,7 @@ augment/num_dropped_objects | sum | Objects removed because a crop left too litt
 packing/num_segments | sum | Segments learned.
 packing/num_rows | sum | Rows (forward passes) of the step's first update.
 packing/num_tokens | sum | Tokens in those rows.
-packing/num_learned_tokens | sum | The same, counted once for each update.
+packing/num_learned_tokens | sum | Tokens of learned segments, once for each update.
 packing/capacity | sum | Tokens that fit into those rows: `global_max_length` each.
 packing/fill_ratio | packing/num_tokens / packing/capacity | Fill ratio of the rows.
 packing/num_underfilled_rows | sum | Rows below `training.packing_min_fill_ratio`.

@@ -303,6 +303,8 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     # not left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     attention, is_by_segments = _attention(config.model.attention, path)
+    if config.training.share_prompts:
+        _require_shareable(path, is_by_segments)
     # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
     dtype = torch.float32 if config.learner.is_sharded else DTYPES[config.model.dtype]
     model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
@@ -393,6 +395,19 @@ def _attention(wanted: str, path: Path) -> tuple[str, bool]:
     if wanted == "auto" and (is_capped or (kind is not None and not kind._supports_sdpa)):
         return "eager", False
     return ("sdpa", True) if wanted == "auto" else (wanted, False)
+
+
+def _require_shareable(path: Path, is_by_segments: bool) -> None:
+    """Raise ConfigError if segments of this checkpoint's model cannot share tokens of a row."""
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    known = {"full_attention", "sliding_attention"}
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    if others or not is_by_segments:
+        kind = ", ".join(others) or "eager attention"
+        raise ConfigError(
+            f"training.share_prompts: {path} is a {config.model_type} model with {kind}, for which"
+            " prompts cannot be shared; set it to false"
+        )
 
 
 def load_complete(

@@ -42,6 +42,7 @@ _REMEDY = (
     " such as llama or qwen3"
 )
 _LENGTHS = (7, 19, 12)
+_NUM_SHARED = 11
 _SEED = 20261129
 # Of a log-probability, in nats. Right models differ by 1e-6 in float32; a model whose segments see
 # each other by 0.01 and more.
@@ -272,7 +273,9 @@ def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def check_packed_rows(model: Any, path: str, dtype: str, forward: Forward) -> float:
+def check_packed_rows(
+    model: Any, path: str, dtype: str, forward: Forward, *, shares_prompts: bool = False
+) -> float:
     """Compare a packed row's log-probabilities with those of its segments, computed one by one.
 
     The segments run through the model's own forward, without packing. Return the largest difference
@@ -283,6 +286,7 @@ def check_packed_rows(model: Any, path: str, dtype: str, forward: Forward) -> fl
         path: the model's checkpoint, for the message.
         dtype: number type of the forward pass (`model.dtype`). A sharded model computes in it too,
             although its shards are float32.
+        shares_prompts: let the last segment begin with tokens of the one before it.
 
     Raises:
         ConfigError: the model cannot compute packed rows, or not with the run's `model.attention`.
@@ -290,10 +294,13 @@ def check_packed_rows(model: Any, path: str, dtype: str, forward: Forward) -> fl
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(_SEED)
     ids_T = torch.randint(vocabulary, (sum(_LENGTHS),), generator=generator).to(model.device)
-    positions_T = torch.cat([torch.arange(length) for length in _LENGTHS]).to(model.device)
+    num_shared = (0, 0, _NUM_SHARED if shares_prompts else 0)
+    places = zip(_LENGTHS, num_shared, strict=True)
+    positions = [torch.arange(first, first + length) for length, first in places]
+    positions_T = torch.cat(positions).to(model.device)
 
     def packed() -> torch.Tensor:
-        with packed_row(_LENGTHS):
+        with packed_row(_LENGTHS, num_shared):
             body = model.base_model(
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],
@@ -313,8 +320,11 @@ def check_packed_rows(model: Any, path: str, dtype: str, forward: Forward) -> fl
             kind = model.config.model_type
             wrong = f"model.path: {path} is a {kind} model, which cannot compute packed rows"
             raise ConfigError(f"{wrong} ({error}); {_REMEDY}") from error
-        parts = [forward(partial(alone, part_L)) for part_L in ids_T.split(_LENGTHS)]
-        alone_TV = torch.cat(parts).float().log_softmax(-1)
+        *others, last_L = ids_T.split(_LENGTHS)
+        segments = [*others, torch.cat([others[-1][: num_shared[-1]], last_L])]
+        parts = [forward(partial(alone, segment_L)) for segment_L in segments]
+        pairs = zip(parts, num_shared, strict=True)
+        alone_TV = torch.cat([part_LV[first:] for part_LV, first in pairs]).float().log_softmax(-1)
     difference_TV = (row_TV - alone_TV).abs()
     largest = float(difference_TV.max())
     if dtype == "float32":

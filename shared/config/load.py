@@ -115,6 +115,7 @@ def cross_check(run: RunConfig) -> list[Problem]:
         *algorithm.environment_fits_its_engines(run),
         *algorithm.batch_is_whole(run),
         *algorithm.rows_have_room(run),
+        *algorithm.prompts_can_be_shared(run),
         *algorithm.answers_have_what_is_learned(run),
         *(algorithm.options_act(matching, run.geometry) if matches else ()),
         *engines.processes_suit(run),

@@ -224,6 +224,12 @@ class TrainingSection(Section):
     """Number of rollouts (of environments: segments) after which full packed rows are built and
     learned. Rollouts are taken in index order. Segments that fill no row wait for the next rows of
     the step. No effect under `stage2_rollout_aligned`, which builds one row per micro-step."""
+    share_prompts: bool = False
+    """Compute equal prompts, with their images, once per packed row instead of once per rollout.
+    Losses and gradients stay equal up to rounding. Needs several rollouts per prompt,
+    `model.attention: auto`, and a model without states or masks of its own. Rows then hold more
+    rollouts, whose keys and values in attention preflight's estimate of memory does not count. Not
+    run on a GPU."""
     deterministic: bool = False
     """Compute with kernels that repeat to the bit on a GPU: torch's deterministic algorithms in the
     learner, vLLM's batch-invariant kernels in the engines that the run starts (servers need

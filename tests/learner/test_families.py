@@ -36,8 +36,8 @@ from learner.targets import target_settings, text_weights
 from learner.weight_sync.canary import Canary
 from shared.config.pipeline import Channel
 from shared.dataset import load_dataset
-from shared.errors import LearnerError
-from shared.model_families import TILED_MODEL_TYPES, ModelPart, find_part
+from shared.errors import ConfigError, LearnerError
+from shared.model_families import HYBRID_MODEL_TYPES, TILED_MODEL_TYPES, ModelPart, find_part
 from shared.prompts import Prompts
 from shared.records import Sample
 
@@ -83,17 +83,17 @@ def parts(request, demo_data, tmp_path_factory):
     return config, loaded, segments
 
 
-def row_of(parts, segments):
+def row_of(parts, segments, **options):
     config, loaded, _ = parts
     weights = text_weights(config.rollout_matching.pipeline, Channel.A)
-    return collate(segments, text_weights=weights, rope_index=loaded.rope_index)
+    return collate(segments, text_weights=weights, rope_index=loaded.rope_index, **options)
 
 
-def step(parts, rows):
+def step(parts, rows, **options):
     config, loaded, segments = parts
     loaded.model.zero_grad(set_to_none=True)
     objectives = build_objectives(config.rollout_matching.pipeline, Channel.A, loaded.coord_ids_C)
-    packed = [row_of(parts, row).to(loaded.device) for row in rows]
+    packed = [row_of(parts, row, **options).to(loaded.device) for row in rows]
     losses = [train_row(loaded.model, row, objectives, Normalizer()).loss for row in packed]
     number, named = len(segments), loaded.model.named_parameters()
     gradients = {name: one.grad / number for name, one in named if one.grad is not None}
@@ -112,6 +112,53 @@ def test_packed_rows_have_the_loss_and_gradient_of_their_segments_alone(parts):
         assert packed.keys() == gradients.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(packed[name], gradient, atol=5e-5, rtol=1e-3)
+
+
+def sharing(config):
+    training = config.training.model_copy(update={"share_prompts": True})
+    return config.model_copy(update={"training": training})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(family, "auto") for family in FAMILIES], indirect=True)
+def test_shared_prompts_with_images_give_the_loss_and_gradient_of_repeated_ones(parts):
+    config, loaded, (first, second, third, _) = parts
+    if loaded.model.config.model_type in HYBRID_MODEL_TYPES:
+        with pytest.raises(ConfigError, match=r"share_prompts: .* with linear_attention, "):
+            load_model(sharing(config), torch.device("cpu"))
+        return
+    # An equal prompt that was encoded again, and one without images.
+    again = replace(first.prompt, pixel_values_RD=first.prompt.pixel_values_RD.clone())
+    text = third.without_images()
+    rows = [
+        first,
+        replace(second, prompt=again),
+        replace(third, prompt=first.prompt),
+        replace(first, prompt=second.prompt),
+        replace(third, prompt=second.prompt),
+        text,
+        replace(second, prompt=text.prompt),
+    ]
+    loss, gradients = step((config, loaded, rows), [rows])
+    shared_loss, shared = step((config, loaded, rows), [rows], share_prompts=True)
+    row = row_of(parts, rows, share_prompts=True)
+    lengths = [len(one.prompt.token_ids) - 1 for one in (first, second, text)]
+    assert row.num_shared == (0, lengths[0], lengths[0], 0, lengths[1], 0, lengths[2])
+    assert len(row.inputs.image_grid_thw) == 2
+    assert shared_loss == pytest.approx(loss, abs=1e-6)
+    assert shared.keys() == gradients.keys()
+    norm = torch.cat([one.flatten() for one in gradients.values()]).norm()
+    for name, gradient in gradients.items():
+        assert (shared[name] - gradient).norm() <= 1e-6 * norm, name
+    assert any(gradients[name].any() for name in gradients if "patch_embed" in name)
+    with emulated_cuda() as cuda:
+        on_device = config, load_model(config, CUDA), rows
+        cuda.reset()
+        loss_of_device, of_device = step(on_device, [rows], share_prompts=True)
+        waits = [*cuda.syncs, *cuda.uploads]
+    assert loss_of_device == shared_loss
+    assert all(torch.equal(on_host(of_device[name]), one) for name, one in shared.items())
+    assert len(waits) <= 8, waits
 
 
 @pytest.mark.slow

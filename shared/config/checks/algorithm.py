@@ -332,6 +332,27 @@ def rows_have_room(run: RunConfig) -> Iterator[Problem]:
         yield Problem("training.packing_buffer", wrong, remedy)
 
 
+def prompts_can_be_shared(run: RunConfig) -> Iterator[Problem]:
+    """Report what `training.share_prompts` needs: packed rows, attention by segments, siblings."""
+    if not run.training.share_prompts:
+        return
+    size = run.group_size if run.environment else run.stage2_ab.channel_b.rollouts_per_sample
+    why = None
+    if run.row_rule is not RowRule.STEP:
+        why = "needs rows that contain all rollouts of a prompt"
+        remedy = "set training.packing: true"
+        if run.algorithm.carries_segments:
+            remedy = f"choose another custom.trainer_variant than {run.custom.trainer_variant}"
+    elif run.model.attention != "auto":
+        why = f"is not possible with model.attention: {run.model.attention}"
+        remedy = "set model.attention: auto"
+    elif size == 1:
+        why = "has no effect with one rollout per prompt"
+        remedy = "set stage2_ab.channel_b.rollouts_per_sample to 2 or more"
+    if why is not None:
+        yield Problem("training.share_prompts", f"true {why}", f"{remedy}, or remove the key")
+
+
 def answers_have_what_is_learned(run: RunConfig) -> Iterator[Problem]:
     """Report shapes, objectives and keys that do not suit the answer format or trainer variant.
 

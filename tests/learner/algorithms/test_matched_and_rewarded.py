@@ -32,7 +32,7 @@ REWARDED = EXAMPLE_POLICY_GRADIENT | {
 
 @pytest.fixture(scope="module")
 def config(demo_checkpoint, demo_data, tmp_path_factory):
-    def make(*entries):
+    def make(*entries, **changes):
         return configuration(
             demo_checkpoint,
             demo_data,
@@ -48,6 +48,7 @@ def config(demo_checkpoint, demo_data, tmp_path_factory):
             rollout_matching__decoding={"temperature": 0.8},
             rollout_matching__logprob_tolerance=100.0,  # of engines that are made up
             rollout_matching__pipeline={"objective": list(entries), "diagnostics": []},
+            **changes,
         )
 
     return make
@@ -98,6 +99,18 @@ def learned(settings, rounds=(range(ROLLOUTS),), moved=0.0):
     for round_ in rounds:
         learner.accumulate([answers[place] for place in round_])
     return finish_step(learner).metrics, gradients
+
+
+def test_both_segments_of_all_rollouts_of_a_sample_share_its_prompt_and_picture(config):
+    apart, expected = learned(config(*MATCHED, REWARDED))
+    shared, gradients = learned(config(*MATCHED, REWARDED, training__share_prompts=True))
+    assert shared["packing/num_tokens"] < 0.6 * apart["packing/num_tokens"]
+    kept = ("packing/num_learned_tokens", "packing/num_segments", "loss/total", "optim/grad_norm")
+    for name in kept:
+        assert shared[name] == pytest.approx(apart[name], rel=1e-5, abs=1e-6), name
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_that_matches_and_rewards_its_rollouts_has_the_sum_of_both_losses_and_gradients(

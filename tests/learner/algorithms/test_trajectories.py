@@ -210,6 +210,46 @@ def test_a_step_does_not_depend_on_packing_and_rows(config, changes):
     )
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"global_max_length": 400},
+        {"training__packing_window": 5, "training__packing_buffer": 2},
+        {"model__gradient_checkpointing": True},
+        {"model__adapter": {"kind": "lora", "rank": 4}},
+        {"reference": {"estimator": "top", "top_tokens": 3}},
+        {"objective": {"ratio_level": "call", "normalize": "batch"}},
+        {"training__updates_per_batch": 2, "objective": {"normalize": "rollout"}},
+    ],
+    ids=str,
+)
+def test_shared_prompts_change_no_update_and_no_metric_but_those_of_rows(config, changes):
+    apart = Learned(config(**changes))
+    shared = Learned(config(training__share_prompts=True, **changes))
+    assert_same_update(apart, shared)
+    of_rows = {
+        *("packing/num_rows", "packing/num_tokens", "packing/capacity", "packing/fill_ratio"),
+        *("packing/num_underfilled_rows", "packing/underfilled_share"),
+    }
+    kept = [
+        {name: value for name, value in one.timeless.items() if name not in of_rows}
+        for one in (apart, shared)
+    ]
+    assert kept[1] == pytest.approx(kept[0], rel=1e-5, abs=1e-6)
+    assert kept[0]["packing/num_learned_tokens"] > shared.metrics["packing/num_tokens"]
+    assert shared.metrics["packing/num_tokens"] < 0.9 * apart.metrics["packing/num_tokens"]
+
+
+def test_the_start_checks_a_row_with_a_shared_prompt_if_the_run_has_such_rows(config, monkeypatch):
+    asked = []
+    check = lambda *_, shares_prompts: asked.append(shares_prompts) or 0.0  # noqa: E731
+    monkeypatch.setattr("learner.learner.check_packed_rows", check)
+    for share_prompts in (False, True):
+        make_learner(config(training__share_prompts=share_prompts))
+    assert asked == [False, True]
+
+
 # Failed rollouts, groups without signal, steps without anything
 
 

@@ -188,7 +188,11 @@ def assert_same_gradients(found, expected):
 # Loss and gradient
 
 
-@pytest.mark.parametrize("changes", [{}, {"training__packing": False}], ids=["packed", "alone"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"training__packing": False}, {"training__share_prompts": True}],
+    ids=["packed", "alone", "shared"],
+)
 def test_loss_and_gradient_of_a_step_are_those_of_each_example_alone(config, whole, changes):
     step = Learned(config(**changes), whole)
     loss, gradients = whole.step(step.answers)
@@ -196,9 +200,12 @@ def test_loss_and_gradient_of_a_step_are_those_of_each_example_alone(config, who
     learned = sum(example.num_learned for rollout in rollouts for example in rollout.examples)
     assert step.metrics["loss/total"] == pytest.approx(loss, abs=2e-6)
     assert step.metrics["packing/num_segments"] == ROLLOUTS
-    assert (step.metrics["packing/num_rows"] < ROLLOUTS / 2) is (not changes), (
+    is_packed = "training__packing" not in changes
+    assert (step.metrics["packing/num_rows"] < ROLLOUTS / 2) is is_packed, (
         "rows of several segments are what is looked at"
     )
+    num_once = step.metrics["packing/num_learned_tokens"] - step.metrics["packing/num_tokens"]
+    assert (num_once > 0) is ("training__share_prompts" in changes)
     assert_same_gradients(step.gradients, gradients)
     assert step.gradients[PATCHES].any(), "the vision tower takes part"
     assert step.metrics["rollout/num_compared_tokens"] == learned > ROLLOUTS
@@ -285,6 +292,25 @@ def test_sharded_ranks_of_which_some_rows_show_images_learn_what_one_learns(
     for name in ("loss/total", "optim/grad_norm", "packing/num_tokens", "packing/num_segments"):
         expected = merge_reports([one]).metrics[name]
         assert several.metrics[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
+    for name, weight in alone.weights.items():
+        torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.processes
+def test_sharded_ranks_that_share_prompts_run_the_vision_tower_together(two_ranks, config, whole):
+    """The rows of one rank end with an image that nobody learns from."""
+    examples = [
+        [whole.example(*parts_of(at)) if at < GROUP else only_text(whole, at)]
+        for at in range(ROLLOUTS)
+    ]
+    alone = trajectory_jobs.learn(ALONE, None, config(), 1, 3, examples=examples)
+    sharded = config(training__share_prompts=True, learner__world_size=2, learner__parallel="fsdp")
+    ranks = two_ranks.run(partial(trajectory_jobs.learn, examples=examples), sharded, 1, 3)
+    (one,), several = alone.reports, merge_reports([rank.reports[0] for rank in ranks])
+    before = merge_reports([one]).metrics
+    assert several.metrics["packing/num_tokens"] < before["packing/num_tokens"]
+    for name in ("loss/total", "optim/grad_norm", "packing/num_segments"):
+        assert several.metrics[name] == pytest.approx(before[name], rel=1e-4, abs=1e-5), name
     for name, weight in alone.weights.items():
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=1e-6)
 

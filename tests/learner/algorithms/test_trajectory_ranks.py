@@ -49,6 +49,20 @@ def test_two_ranks_take_the_updates_that_one_takes(alone, ddp, config):
 
 
 @pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_ranks_that_share_prompts_take_the_update_of_one_that_repeats_them(
+    two_ranks, config, parallel
+):
+    alone = trajectory_jobs.learn(ALONE, None, config(), 1, 1)
+    changes = {"training__share_prompts": True, **parallel}
+    ranks = two_ranks.run(trajectory_jobs.learn, config(**changes), 1, 1)
+    assert_same_updates(alone, ranks, rel=1e-4)
+    tokens = [
+        [report.metrics["packing/num_tokens"] for report in merged(one)] for one in (ranks, [alone])
+    ]
+    assert all(once < repeated for once, repeated in zip(*tokens, strict=True))
+
+
+@pytest.mark.parametrize("parallel", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_ranks_that_divide_by_the_steps_tokens_divide_by_those_of_all_of_them(
     two_ranks, config, parallel
 ):

@@ -33,6 +33,7 @@ from learner.model.attention import (
 from learner.model.packed_rows import prepare_vision_tower
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TextWeights, TokenRole
+from shared.errors import ConfigError
 
 LENGTHS = (9, 4, 13)
 GRIDS = ((1, 8, 12), (1, 10, 14), (1, 8, 8))
@@ -177,7 +178,7 @@ def test_a_checkpoint_does_not_name_an_attention_that_others_do_not_have(tmp_pat
 # What transformers calls once in each forward
 
 
-def mask_of(lengths: tuple[int, ...], **changes: Any) -> Any:
+def mask_of(lengths: tuple[int, ...], num_shared: tuple[int, ...] = (), **changes: Any) -> Any:
     """What the layers of a row with segments of these lengths get."""
     num_tokens = sum(lengths)
     arguments: dict[str, Any] = {
@@ -190,7 +191,7 @@ def mask_of(lengths: tuple[int, ...], **changes: Any) -> Any:
         "allow_is_causal_skip": False,
         "dtype": torch.float32,
     }
-    with packed_row(lengths):
+    with packed_row(lengths, num_shared):
         return segments_or_mask(**arguments | changes)
 
 
@@ -201,6 +202,46 @@ def test_a_packed_row_has_borders_in_place_of_a_mask() -> None:
     assert segments.lengths == (3, 1, 2)
     assert mask_of((1,)).starts.tolist() == [0, 1]
     assert mask_of((3,), allow_is_causal_skip=True) is None, "one sequence needs none"
+
+
+def test_a_segment_that_shares_tokens_sees_them_and_itself_as_if_it_were_alone() -> None:
+    """Against each segment alone, and with a window."""
+    torch.manual_seed(0)
+    lengths, num_shared = (5, 2, 3, 4, 2), (0, 3, 3, 0, 1)
+    towards = torch.randn(1, sum(lengths), 4, 8)
+    layer: Any = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+    for window in (None, 3, 100):
+        whole = [torch.randn(1, heads, sum(lengths), 8).requires_grad_() for heads in (4, 2, 2)]
+        segments = RowBorders.of(lengths, HOST, num_shared, window)
+        assert segments.keys is not None
+        assert segments.keys.lengths == (5, 5, 6, 4, 3)
+        assert segments.keys.starts.tolist() == [0, 5, 10, 16, 20, 23]
+        assert segments.keys.at[5:16].tolist() == [0, 1, 2, 5, 6, 0, 1, 2, 7, 8, 9]
+        assert segments.keys.at[16:].tolist() == [10, 11, 12, 13, 10, 14, 15]
+        output, _ = segment_attention(layer, *whole, segments)
+        found = torch.autograd.grad((output * towards).sum(), whole)
+        parts = []
+        for at, num_own in zip(segments.keys.at.split(segments.keys.lengths), lengths, strict=True):
+            query, key, value = (one[0, :, at] for one in whole)
+            key, value = (one.repeat_interleave(2, 0) for one in (key, value))
+            scores = query @ key.mT / 8**0.5
+            apart = torch.arange(len(at))[:, None] - torch.arange(len(at))
+            hidden = (apart < 0) | (apart >= (window or 100))
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            parts.append((weights @ value)[:, -num_own:])
+        alone = torch.cat(parts, dim=1).transpose(0, 1)[None]
+        expected = torch.autograd.grad((alone * towards).sum(), whole)
+        for one, other in zip((output, *found), (alone, *expected), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"use_vmap": True}, {"batch_size": 2}, {"kv_length": 5}])
+def test_shared_tokens_are_refused_with_a_mask_that_borders_cannot_say(
+    changes: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError, match=r"^training\.share_prompts: .*; set it to false$"):
+        mask_of((2, 2), (0, 1), **changes)
+    assert mask_of((2, 2), (0, 1), local_size=4).window == 4
 
 
 @pytest.mark.parametrize(
@@ -280,9 +321,17 @@ def test_torch_knows_the_name_of_flash_attention_3() -> None:
 
 @pytest.mark.parametrize("varlen", [varlen_attn, varlen_of_torch_2_11])
 @pytest.mark.parametrize(("causal", "num_kv_heads"), [(True, 2), (True, 4), (False, 4)])
+@pytest.mark.parametrize(("num_shared", "window"), [((), None), ((0, 2, 0), None), ((0, 2, 0), 3)])
 def test_one_call_for_all_segments_gives_what_one_call_for_each_does(
-    causal: bool, num_kv_heads: int, varlen: Any, monkeypatch: pytest.MonkeyPatch
+    causal: bool,
+    num_kv_heads: int,
+    varlen: Any,
+    num_shared: tuple[int, ...],
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if num_shared and not causal:
+        pytest.skip("segments of a vision tower share nothing")
     monkeypatch.setattr(learner.model.attention, "varlen_attn", varlen)
     torch.manual_seed(0)
     heads = (4, num_kv_heads, num_kv_heads)
@@ -293,7 +342,7 @@ def test_one_call_for_all_segments_gives_what_one_call_for_each_does(
     def attended(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
         """The output, and the gradients of query, key and value."""
         given = [one.to(device, dtype).requires_grad_() for one in inputs]
-        segments = RowBorders.of((2, 1, 6), device)
+        segments = RowBorders.of((2, 1, 6), device, num_shared, window)
         output, _ = segment_attention(layer, *given, segments, scaling=0.3)
         (output * towards.to(device, dtype)).sum().backward()
         return on_host([output, *(one.grad for one in given)])

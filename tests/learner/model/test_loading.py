@@ -213,15 +213,20 @@ def test_compiled_blocks_learn_as_others_do_and_rows_of_other_lengths_use_the_sa
 
 
 def test_a_compilers_code_of_the_blocks_computes_what_torch_does(demo_lm, tmp_path):
-    """Loss and gradients of rows of two lengths, compiled as in a run."""
+    """Loss and gradients of rows of several lengths, compiled as in a run. The last shares tokens."""
     results = []
     for is_compiled in (False, True):
         run = trajectory_config(demo_lm, tmp_path / "run", model__compile_blocks=is_compiled)
         model = load_model(run, torch.device("cpu")).model
-        for lengths in ((7, 19), (5, 3, 11)):
+        for lengths, num_shared in (
+            ((7, 19), (0, 0)),
+            ((5, 3, 11), (0,) * 3),
+            ((9, 4, 6), (0, 5, 5)),
+        ):
             ids_T = torch.arange(sum(lengths)) % 8
-            positions_T = torch.cat([torch.arange(length) for length in lengths])
-            with packed_row(lengths):
+            places = zip(lengths, num_shared, strict=True)
+            positions_T = torch.cat([torch.arange(at, at + length) for length, at in places])
+            with packed_row(lengths, num_shared):
                 body = model.base_model(
                     input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False
                 )

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from config_support import trajectory_config
@@ -15,9 +16,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from launch.checks.model_shape import ModelShape
 from launch.tools.demo.language_model import make_tokenizer
+from learner.algorithms.advantages import TokenAdvantages
+from learner.collate import collate
 from learner.model.checkpoint import CheckpointWeights, save_as_published
 from learner.model.loading import end_of_turn, load_model, load_tokens, model_type_problem
 from learner.model.packed_rows import check_packed_rows, logits_of
+from learner.objectives.coord_math import Normalizer
+from learner.objectives.registry import build_objectives
+from learner.segments import EncodedPrompt, Segment
+from learner.step import train_row
+from learner.targets import AdvantageTarget, TextWeights
+from shared.config.pipeline import Channel
 from shared.errors import ConfigError
 
 
@@ -42,6 +51,76 @@ def test_a_text_model_of_any_family_is_loaded_and_its_packed_rows_are_right(kind
     assert all(torch.equal(sent[name], written[name]) for name in written)
     shape = ModelShape.read(folder)
     assert shape.num_parameters == sum(one.numel() for one in written.values())
+
+
+def rollouts_of_prompts(num_tokens: int, window: int) -> list[Segment]:
+    """Rollouts with advantages: three of a prompt longer than the window, one, two."""
+    draw = np.random.default_rng(4)
+    segments = []
+    for number, length in ((3, window + 5), (1, 6), (2, 4)):
+        prompt = EncodedPrompt.from_text(draw.integers(3, num_tokens, length).tolist())
+        for _ in range(number):
+            count = int(draw.integers(2, 6))
+            columns = (draw.uniform(low, 1.0, count).tolist() for low in (-3.0, -1.0, 0.1))
+            credit = TokenAdvantages(tuple(range(count)), *map(tuple, columns), (0,) * count)
+            token_ids = tuple(draw.integers(3, num_tokens, count).tolist())
+            target = AdvantageTarget("x", token_ids, credit, credit.engine_logprobs)
+            segments.append(Segment(len(segments), prompt, target))
+    return segments
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_shared_prompts_give_the_loss_and_gradient_of_prompts_that_are_repeated(kind, tmp_path):
+    folder = make_text_model(tmp_path / kind, kind)
+    config = trajectory_config(folder, tmp_path / "run", training__share_prompts=True)
+    if kind == "gemma2":
+        with pytest.raises(ConfigError, match=r"share_prompts: .* gemma2 model with eager"):
+            load_model(config, torch.device("cpu"))
+        return
+    loaded = load_model(config, torch.device("cpu"))
+    model = loaded.model
+    assert check_packed_rows(model, "", "float32", lambda run: run(), shares_prompts=True) < 1e-5
+    objectives = build_objectives(config.rollout_matching.pipeline, Channel.B, loaded.coord_ids_C)
+    segments = rollouts_of_prompts(model.config.vocab_size, window=16)
+
+    def learned(share_prompts):
+        model.zero_grad()
+        options = {"rope_index": None, "share_prompts": share_prompts}
+        row = collate(segments, text_weights=TextWeights(1.0, 1.0), **options)
+        result = train_row(model, row, objectives, Normalizer())
+        gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+        return row.num_tokens, result, gradients
+
+    num_apart, apart, expected = learned(False)
+    num_shared, shared, gradients = learned(True)
+    assert num_apart - num_shared == 2 * 20 + 3
+    assert shared.loss == pytest.approx(apart.loss, abs=1e-6)
+    torch.testing.assert_close(
+        shared.compared_logprobs_K, apart.compared_logprobs_K, atol=5e-6, rtol=0
+    )
+    norm = torch.cat([one.flatten() for one in expected.values()]).norm()
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() < 1e-6 * norm, name
+    assert norm > 0.1
+
+
+def test_a_model_whose_segments_do_not_see_what_they_share_is_refused():
+    model = text_model("llama").eval()
+    options = {"path": "here", "dtype": "float32", "forward": lambda score: score()}
+    assert check_packed_rows(model, **options) < 1e-5
+    with pytest.raises(ConfigError, match=r"here is a llama model, .* at token 2[6-9] .* differs"):
+        check_packed_rows(model, **options, shares_prompts=True)
+
+
+def test_prompts_are_not_shared_by_layers_of_another_kind(tmp_path):
+    folder = make_text_model(tmp_path / "gemma3", "gemma3_text")
+    path = folder / "config.json"
+    layers = {"layer_types": ["sliding_attention", "chunked_attention"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | layers))
+    config = trajectory_config(folder, tmp_path / "run", training__share_prompts=True)
+    message = "share_prompts: .* gemma3_text model with chunked_attention, .* to false"
+    with pytest.raises(ConfigError, match=message):
+        load_model(config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["bloom", "opt"])
