@@ -14,6 +14,8 @@ from shared.run_files import read_steps
 
 FINDINGS = "doctor.jsonl"
 """File in the run's folder with a line for each finding and each verdict on time."""
+VERDICT = "time"
+"""The `rule` of a verdict's line. Its `value` is the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""Writes the page of one or more runs, or serves it.
+
+    rollmatch view RUN [RUN ...] [step=N] [out=FILE] [port=N]
+
+RUN is the folder of a run, which may still go on, or of a sweep: then the page has all its trials.
+The page is one file, with curves, findings, faults, held-out reports, differences of the
+configurations, and the newest rollouts; `step=N` has those of step N instead. With `port=N` the
+page is served at http://127.0.0.1:N, where every step and sample of the runs can be opened, and
+reloading shows new steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import PositiveInt
+
+from launch.cli import EXPLAINED, explained, read_arguments, read_words
+from launch.inspect.show_sample import ShowOptions, show_sample
+from launch.reports.run_page import COMPARED, PAGE, page, write_page
+from launch.reports.step_rows import as_json, step_rows
+from launch.run_folder.console import escaped, make_console
+from launch.run_folder.saved_run import load_run
+from shared.config.base import ConfigPath, Section
+from shared.errors import ConfigError
+
+
+class ViewOptions(Section):
+    step: PositiveInt | None = None
+    """Step whose rollouts the page contains, from 1; null: the newest steps."""
+    out: ConfigPath | None = None
+    """HTML file to write; null: `report.html` in the folder, of several `compared.html` in the
+    first."""
+    port: PositiveInt | None = None
+    """Port on this machine to serve the page at, instead of writing it."""
+
+
+def runs_of(paths: Sequence[Path]) -> list[Path]:
+    """Return the run folders that the paths name; a sweep's folder stands for all its trials."""
+    runs: list[Path] = []
+    for path in paths:
+        trials = sorted(
+            path.glob("trial_*/config.json"), key=lambda file: int(file.parent.name[6:])
+        )
+        is_sweep = trials and not (path / "config.json").exists()
+        runs += [file.parent for file in trials] if is_sweep else [path]
+    return runs
+
+
+def server_of(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """Return a server of the runs' page on loopback at `port`; 0: any free port.
+
+    Raises ConfigError if the port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of another origin must not read a run by a name that resolves to 127.0.0.1.
+            if urlsplit(f"//{self.headers['Host']}").hostname not in ("127.0.0.1", "localhost"):
+                self._send(HTTPStatus.FORBIDDEN, "text/plain", "ask for 127.0.0.1")
+                return
+            url = urlsplit(self.path)
+            try:
+                self._send(HTTPStatus.OK, *_answer(runs, url.path, dict(parse_qsl(url.query))))
+            except (*EXPLAINED, ValueError, KeyError, IndexError) as error:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", str(error))
+
+        def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+            body = text.encode(errors="replace")
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *words: object) -> None:
+            """Print nothing for each request."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ConfigError(
+            f"port: {port} cannot be used ({error.strerror}); take another"
+        ) from error
+
+
+def _answer(runs: Sequence[Path], path: str, query: dict[str, str]) -> tuple[str, str]:
+    """Return the content type and the text of a request's answer."""
+    if path == "/":
+        return "text/html", page(runs, Path.cwd(), served=True)
+    run = runs[int(query["run"])]
+    step = int(query["step"])
+    if path == "/rows":
+        return "application/json", as_json(step_rows(run, step, load_run(run)))
+    if path == "/sample":
+        options = ShowOptions(run=run, step=step, position=int(query["position"]))
+        return "text/html", show_sample(options).read_text(encoding="utf-8")
+    raise KeyError(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = read_words(__doc__, arguments)
+    with explained(make_console(stderr=True)):
+        keys = tuple(f"{key}=" for key in ViewOptions.model_fields)
+        options = read_arguments(ViewOptions, [word for word in words if word.startswith(keys)])
+        paths = [Path(word) for word in words if not word.startswith(keys)]
+        runs = runs_of(paths)
+        if not paths:
+            raise ConfigError("view: needs a run folder; write `rollmatch view RUN [RUN ...]`")
+        if options.port is None:
+            path = options.out or paths[0] / (PAGE if len(paths) == 1 else COMPARED)
+            write_page(runs, path, None if options.step is None else [options.step])
+            print(escaped(str(path)))
+            return
+        with server_of(runs, options.port) as server:
+            print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
