@@ -11,13 +11,14 @@ reloading shows new steps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from launch.cli import EXPLAINED, explained, read_arguments, read_words
 from launch.inspect.show_sample import ShowOptions, show_sample
@@ -37,6 +38,17 @@ class ViewOptions(Section):
     first."""
     port: PositiveInt | None = None
     """Port on this machine to serve the page at, instead of writing it."""
+
+
+class Query(Section):
+    """The query of a request for the rows of a step, or for a sample's page."""
+
+    run: NonNegativeInt = 0
+    """Number of the run on the page, from 0."""
+    step: PositiveInt
+    """Step, from 1."""
+    position: NonNegativeInt = 0
+    """Position of the sample in the step, from 0."""
 
 
 def runs_of(paths: Sequence[Path]) -> list[Path]:
@@ -61,16 +73,17 @@ def server_of(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             # A page of another origin must not read a run by a name that resolves to 127.0.0.1.
             if urlsplit(f"//{self.headers['Host']}").hostname not in ("127.0.0.1", "localhost"):
-                self._send(HTTPStatus.FORBIDDEN, "text/plain", "ask for 127.0.0.1")
+                self._send(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1 or localhost")
                 return
             url = urlsplit(self.path)
             try:
-                self._send(HTTPStatus.OK, *_answer(runs, url.path, dict(parse_qsl(url.query))))
-            except (*EXPLAINED, ValueError, KeyError, IndexError) as error:
-                self._send(HTTPStatus.NOT_FOUND, "text/plain", str(error))
+                words = [f"{name}={value}" for name, value in parse_qsl(url.query)]
+                self._send(HTTPStatus.OK, *_answer(runs, url.path, words))
+            except EXPLAINED as error:
+                text = str(error).encode(errors="replace")
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", text)
 
-        def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-            body = text.encode(errors="replace")
+        def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -88,18 +101,27 @@ def server_of(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
         ) from error
 
 
-def _answer(runs: Sequence[Path], path: str, query: dict[str, str]) -> tuple[str, str]:
-    """Return the content type and the text of a request's answer."""
+def _answer(runs: Sequence[Path], path: str, words: Sequence[str]) -> tuple[str, bytes]:
+    """Return the content type and the content of a request's answer.
+
+    `words`: the query as `key=value`. Raises OSError, ConfigError and RecordError.
+    """
     if path == "/":
-        return "text/html", page(runs, Path.cwd(), served=True)
-    run = runs[int(query["run"])]
-    step = int(query["step"])
+        return "text/html", page(runs, Path.cwd(), served=True).encode()
+    file = re.fullmatch(r"/(\d+)/(evaluations/\w+/(?:report\.html|pictures/[\w-]+\.png))", path)
+    if file is not None and int(file[1]) < len(runs):
+        kind = "image/png" if path.endswith(".png") else "text/html"
+        return kind, (runs[int(file[1])] / file[2]).read_bytes()
+    if path not in ("/rows", "/sample"):
+        raise ConfigError(f"{path}: is not a page of this server; open /")
+    query = read_arguments(Query, words)
+    if query.run >= len(runs):
+        raise ConfigError(f"run: is {query.run}, and the page has {len(runs)} runs, from 0")
+    run = runs[query.run]
     if path == "/rows":
-        return "application/json", as_json(step_rows(run, step, load_run(run)))
-    if path == "/sample":
-        options = ShowOptions(run=run, step=step, position=int(query["position"]))
-        return "text/html", show_sample(options).read_text(encoding="utf-8")
-    raise KeyError(path)
+        return "application/json", as_json(step_rows(run, query.step, load_run(run))).encode()
+    options = ShowOptions(run=run, step=query.step, position=query.position)
+    return "text/html", show_sample(options).read_bytes()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -90,7 +90,7 @@ def page(
             {
                 "name": names[n],
                 "setting": settings.index(settings[n]),
-                "link": quote(os.path.relpath(run, where)),
+                "link": str(n) if served else quote(os.path.relpath(run, where)),
                 **_run_data(run, configs[n], metrics[n], width),
             }
             for n, run in enumerate(runs)

@@ -167,7 +167,7 @@ function overview() {
   if (steps.length) view.append(section("Held-out reports", "", html("table", { class: "narrow" }, html("thead", {}, html("tr", {}, html("th", {}, "after step"), data.runs.map((run) => html("th", {}, several ? `${run.name}: ` : "", run.headline ?? "none")))), html("tbody", {}, steps.map((step) => html("tr", {}, html("td", {}, step), data.runs.map((run) => {
     const report = run.reports.find((one) => one.step === step);
     const score = report ? short(report.score) || "no score" : "";
-    return html("td", {}, report?.page && !data.served ? html("a", { href: `${run.link}/${report.page}` }, score) : score);
+    return html("td", {}, report?.page ? html("a", { href: `${run.link}/${report.page}` }, score) : score);
   })))))));
   const faults = data.runs.flatMap((run) => run.faults.map((one) => html("tr", {}, of(run), html("td", { class: "long" }, one))));
   view.append(section("Faults and repairs", "", faults.length ? html("table", {}, html("tbody", {}, faults)) : html("p", {}, "None.")));
