@@ -165,30 +165,31 @@ def curves(lines: Sequence[Line], width: int) -> dict[str, dict[str, list[float]
     last step; `low` and `high` are the least and the largest of them. Values that are no finite
     numbers are left out.
     """
-    values: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
-    for line in lines:
-        channel = line.get("channel", "")
-        for name, value in line.items():
-            if "/" in name and isinstance(value, int | float):
-                steps, of_metric = values.setdefault((name, channel), ([], []))
-                steps.append(line["step"])
-                of_metric.append(value)
-    num_channels = Counter(name for name, _ in values)
+    points: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for channel in sorted({line.get("channel", "") for line in lines}):
+        own = [line for line in lines if line.get("channel", "") == channel]
+        steps = np.array([line["step"] for line in own])
+        for name in sorted(name for name in set().union(*own) if "/" in name):
+            column = [line.get(name) for line in own]
+            if not any(isinstance(value, str) for value in column):
+                values = np.array(column, dtype=float)  # None becomes NaN
+                known = np.isfinite(values)
+                if known.any():
+                    points.setdefault(name, {})[channel] = steps[known], values[known]
     found = {}
-    for (metric, channel), (steps, of_metric) in sorted(values.items()):
-        name = f"{metric}, channel {channel}" if num_channels[metric] > 1 else metric
-        x, y = np.array(steps), np.array(of_metric, dtype=float)
-        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        if not len(x):
-            continue
-        bins, starts, counts = np.unique((x - 1) // width, return_index=True, return_counts=True)
-        means = np.add.reduceat(y, starts) / counts
-        found[name] = {"x": ((bins + 1) * width).tolist(), "y": _short(means)}
-        if width > 1:
-            found[name] |= {
-                "low": _short(np.minimum.reduceat(y, starts)),
-                "high": _short(np.maximum.reduceat(y, starts)),
-            }
+    for metric, by_channel in points.items():
+        for channel, (x, y) in by_channel.items():
+            name = f"{metric}, channel {channel}" if len(by_channel) > 1 else metric
+            bins, starts, counts = np.unique(
+                (x - 1) // width, return_index=True, return_counts=True
+            )
+            means = np.add.reduceat(y, starts) / counts
+            found[name] = {"x": ((bins + 1) * width).tolist(), "y": _short(means)}
+            if width > 1:
+                found[name] |= {
+                    "low": _short(np.minimum.reduceat(y, starts)),
+                    "high": _short(np.maximum.reduceat(y, starts)),
+                }
     return found
 
 

@@ -78,7 +78,7 @@ function ticks(low, high, count) {
 
 function chart(name) {
   const lines = settings.map(({ runs, colour, name: label }) => ({ colour, label, curve: joined(runs.map((run) => run.curves[name] ?? run.heldOut[name])), points: name in HELD_OUT ? joined(runs.map((run) => run.heldOut[HELD_OUT[name]])) : null })).filter((line) => line.curve !== null);
-  const [width, height, left, right, top, bottom] = [460, 200, 50, 8, 8, 36];
+  const [width, height, left, right, top, bottom] = [460, 200, 50, 18, 8, 36];
   const drawn = lines.flatMap((line) => [line.curve, line.points]).filter((curve) => curve !== null);
   const values = drawn.flatMap((curve) => [...curve.y, ...(curve.low ?? []), ...(curve.high ?? [])]);
   let [low, high] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
@@ -92,7 +92,7 @@ function chart(name) {
   const Y = (value) => height - bottom - (value - low) / (high - low) * (height - top - bottom);
   const path = (x, y) => x.map((step, i) => `${i ? "L" : "M"}${X(step).toFixed(1)} ${Y(y[i]).toFixed(1)}`).join("");
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} by step` });
-  for (const value of ticks(low, high, 5)) picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(value), y2: Y(value) }), svg("text", { x: left - 6, y: Y(value) + 4, "text-anchor": "end" }, short(value)));
+  for (const value of ticks(low, high, 6)) picture.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: Y(value), y2: Y(value) }), svg("text", { x: left - 6, y: Y(value) + 4, "text-anchor": "end" }, short(value)));
   for (const step of ticks(first, last, 6).filter(Number.isInteger)) picture.append(svg("text", { x: X(step), y: height - bottom + 15, "text-anchor": "middle" }, String(step)));
   picture.append(svg("text", { x: (left + width - right) / 2, y: height - 3, "text-anchor": "middle" }, "step"));
   for (const { colour, curve, points } of lines) {
@@ -253,7 +253,7 @@ function stepView(run, step, rows, state) {
     ["match rate", (group) => short(group.match), figures.includes("match")], ["length", (group) => short(group.tokens), figures.includes("tokens")], ["dropped", (group) => counts(group.reasons), figures.includes("dropped")],
     ["end", (group) => counts(group.ends), groups.some((group) => group.ends.length)], [isGrouped ? "first answer" : "answer", (group) => (group.rows[0].answer ?? "").slice(0, 90), rows.some((row) => row.answer)],
   ].filter(([, , isShown]) => isShown);
-  const kind = (name) => ["position", "rollouts", "reward", "spread", "match rate", "length"].includes(name) ? "number" : ["answer", "first answer", "dropped"].includes(name) ? "long" : null;
+  const kind = (name) => ["position", "rollouts", "reward", "spread", "match rate", "length"].includes(name) ? "number" : ["answer", "first answer", "dropped"].includes(name) ? "long" : "short";
   view.append(section(`${kept.length} of ${groups.length} ${isGrouped ? "groups" : "samples"}`, kept.length > MAX_ROWS ? `The first ${MAX_ROWS} are shown.` : "", html("table", { class: "groups" }, html("thead", {}, html("tr", {}, columns.map(([name]) => html("th", { class: kind(name) }, name)))),
     html("tbody", {}, kept.slice(0, MAX_ROWS).map((group) => {
       const href = address({ group: group.number }, params());
