@@ -133,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = runs_of(paths)
         if not paths:
             raise ConfigError("view: needs a run folder; write `rollmatch view RUN [RUN ...]`")
+        if options.port is not None and (options.step is not None or options.out is not None):
+            raise ConfigError("port: serves every step and writes no file; remove step and out")
         if options.port is None:
             path = options.out or paths[0] / (PAGE if len(paths) == 1 else COMPARED)
             write_page(runs, path, None if options.step is None else [options.step])

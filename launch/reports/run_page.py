@@ -38,9 +38,8 @@ COMPARED = "compared.html"
 """Name of the page of several runs, in the folder of the first."""
 MAX_POINTS = 500
 """Maximum number of points of a curve, about as many as a screen shows."""
-MAX_BYTES = 8_000_000
-"""Maximum size of the rollout logs that a page reads by itself, the newest steps first; it always
-reads the newest."""
+MAX_BYTES = 12_000_000
+"""Maximum size of the rollout logs that a page reads by itself, the newest steps first."""
 SEED = "training.seed"
 FAULTS = (
     *("rollout/num_replaced", "optim/num_skipped", "rollout/num_failed"),
@@ -254,11 +253,11 @@ def _embedded(run: Path, steps: Sequence[int] | None, *, served: bool) -> list[i
         return sorted(set(steps))
     if served:
         return []
-    chosen = logged[-1:]
+    chosen: list[int] = []
     left = MAX_BYTES
     for step in reversed(logged):
         left -= step_path(run / "rollouts", step).stat().st_size
         if left < 0:
             break
-        chosen.append(step)
-    return sorted(set(chosen))
+        chosen.insert(0, step)
+    return chosen

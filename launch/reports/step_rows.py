@@ -14,6 +14,7 @@ from learner.rollout_logs.trajectories import TrajectoryRecord
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
 from shared.config.pipeline import Channel
+from shared.trajectory import group_advantages
 
 Row = dict[str, Any]
 
@@ -22,8 +23,9 @@ def step_rows(folder: Path, step: int, config: RunConfig) -> list[Row]:
     """Return a row for each sample or rollout that the run in `folder` logged in `step`.
 
     Siblings, which are rollouts of the same sample or dataset row, have the same `group`, a number
-    from 0. A row has only the keys that apply: `reward`, `advantage` and `error` in an environment,
-    `match` (matched share of the ground truth) and `dropped` (reasons) in detection.
+    from 0. A row has only the keys that apply: `reward` and `advantage` with a policy gradient,
+    `error` in an environment, `match` (matched share of the ground truth) and `dropped` (reasons)
+    in detection.
 
     Raises OSError, and RecordError for a damaged line.
     """
@@ -37,6 +39,14 @@ def step_rows(folder: Path, step: int, config: RunConfig) -> list[Row]:
         is_b = bool(lines) and lines[0]["channel"] == Channel.B
         size = config.stage2_ab.channel_b.rollouts_per_sample if is_b else 1
         rows = [_of_sample(line, has_sources=has_sources) for line in lines]
+        by_group: dict[int, list[Row]] = {}
+        for row in rows:
+            if row.get("reward") is not None:
+                by_group.setdefault(row["position"] // size, []).append(row)
+        for siblings in by_group.values():
+            advantages = group_advantages([row["reward"] for row in siblings])
+            for row, advantage in zip(siblings, advantages, strict=True):
+                row["advantage"] = advantage
     return [
         {"group": row["position"] // size}
         | {name: as_cell(value) for name, value in row.items() if value not in (None, "")}
@@ -78,6 +88,7 @@ def _of_sample(line: RolloutRecord, *, has_sources: bool) -> Row:
         row |= {key: value for key, value in read.items() if key != "sample"}
         num_truths = len(line["ground_truth"])
         row["match"] = row["matched"] / num_truths if num_truths else None
+        row["reward"] = line.get("reward")
     return row
 
 

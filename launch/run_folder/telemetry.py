@@ -41,7 +41,7 @@ from launch.run_folder.steps import (
 )
 from launch.run_folder.timeline import TraceWriter
 from shared.config import RunConfig
-from shared.errors import RecordError, StorageError
+from shared.errors import ConfigError, RecordError, StorageError
 from shared.grounding.evaluation import Evaluation, Outcome
 from shared.metrics import StepReport
 from shared.rollouts import SyncReport
@@ -191,7 +191,7 @@ class Telemetry:
                     self._folder.leave_to_another_start()
                 if self._timeline is not None:
                     self._timeline.complete()
-            except (StorageError, RecordError) as unwritten:
+            except (ConfigError, RecordError, StorageError) as unwritten:
                 if error is None:
                     raise
                 # Not raised, because the user has to see the error that ended the run.
