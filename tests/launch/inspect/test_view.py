@@ -408,7 +408,7 @@ def test_two_settings_are_laid_over_one_another_with_seeds_as_a_band(tmp_path, t
     runs = [run_of(tmp_path / f"run_{n}", **changed) for n, changed in enumerate(changes)]
     write_page(runs, tmp_path / "page.html")
     tab.open((tmp_path / "page.html").as_uri())
-    assert tab.texts(".key > span") == ["learning_rate 0.001 (2 seeds)", "learning_rate 0.5 "]
+    assert tab.texts(".key > span") == ["learning_rate 0.001 (2 seeds)", "learning_rate 0.5"]
     assert (
         tab.run("document.querySelector('.charts svg').querySelectorAll('path.band').length") == 1
     )
