@@ -22,6 +22,7 @@ HERE = {
     "packing": "--draws 1 --one-window 100",
     "parsing": "--repetitions 1 --responses 5 --tokenizer none",
     "save": "--layers 1 --saves 1",
+    "view_page": "--steps 3 --rollouts 8",
     "turns": "--library rollmatch --rollouts 5",
 }
 """Arguments of benchmarks that run in this process."""
