@@ -185,7 +185,7 @@ class Telemetry:
             try:
                 if isinstance(error, Exception):
                     self._keep(error)
-                if self._has_begun:
+                if self._loggers is not None:  # a start that failed changes nothing
                     self._write_page()
                 if error is not None and not self._has_begun:
                     self._folder.leave_to_another_start()
