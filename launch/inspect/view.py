@@ -29,6 +29,9 @@ from launch.run_folder.saved_run import load_run
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
 
+_HTML = "text/html; charset=utf-8"
+_TEXT = "text/plain; charset=utf-8"
+
 
 class ViewOptions(Section):
     step: PositiveInt | None = None
@@ -55,11 +58,10 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
     """Return the run folders that the paths name; a sweep's folder stands for all its trials."""
     runs: list[Path] = []
     for path in paths:
-        trials = sorted(
-            path.glob("trial_*/config.json"), key=lambda file: int(file.parent.name[6:])
-        )
-        is_sweep = trials and not (path / "config.json").exists()
-        runs += [file.parent for file in trials] if is_sweep else [path]
+        trials = [file.parent for file in path.glob("trial_*/config.json")]
+        # By number: trial_10 comes after trial_2.
+        trials.sort(key=lambda trial: (len(trial.name), trial.name))
+        runs += trials if trials and not (path / "config.json").exists() else [path]
     return runs
 
 
@@ -73,7 +75,7 @@ def server_of(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             # A page of another origin must not read a run by a name that resolves to 127.0.0.1.
             if urlsplit(f"//{self.headers['Host']}").hostname not in ("127.0.0.1", "localhost"):
-                self._send(HTTPStatus.FORBIDDEN, "text/plain", b"ask for 127.0.0.1 or localhost")
+                self._send(HTTPStatus.FORBIDDEN, _TEXT, b"ask for 127.0.0.1 or localhost")
                 return
             url = urlsplit(self.path)
             try:
@@ -81,11 +83,11 @@ def server_of(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
                 self._send(HTTPStatus.OK, *_answer(runs, url.path, words))
             except EXPLAINED as error:
                 text = str(error).encode(errors="replace")
-                self._send(HTTPStatus.NOT_FOUND, "text/plain", text)
+                self._send(HTTPStatus.NOT_FOUND, _TEXT, text)
 
         def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -107,10 +109,10 @@ def _answer(runs: Sequence[Path], path: str, words: Sequence[str]) -> tuple[str,
     `words`: the query as `key=value`. Raises OSError, ConfigError and RecordError.
     """
     if path == "/":
-        return "text/html", page(runs, Path.cwd(), served=True).encode()
+        return _HTML, page(runs, Path.cwd(), served=True).encode()
     file = re.fullmatch(r"/(\d+)/(evaluations/\w+/(?:report\.html|pictures/[\w-]+\.png))", path)
     if file is not None and int(file[1]) < len(runs):
-        kind = "image/png" if path.endswith(".png") else "text/html"
+        kind = "image/png" if path.endswith(".png") else _HTML
         return kind, (runs[int(file[1])] / file[2]).read_bytes()
     if path not in ("/rows", "/sample"):
         raise ConfigError(f"{path}: is not a page of this server; open /")
@@ -121,7 +123,7 @@ def _answer(runs: Sequence[Path], path: str, words: Sequence[str]) -> tuple[str,
     if path == "/rows":
         return "application/json", as_json(step_rows(run, query.step, load_run(run))).encode()
     options = ShowOptions(run=run, step=query.step, position=query.position)
-    return "text/html", show_sample(options).read_bytes()
+    return _HTML, show_sample(options).read_bytes()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

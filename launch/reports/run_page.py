@@ -19,7 +19,7 @@ from urllib.parse import quote
 import numpy as np
 from markupsafe import Markup
 
-from launch.doctor.learning import FINDINGS, VERDICT
+from launch.doctor.learning import VERDICT, read_findings
 from launch.inspect.diff_runs import computed, differences, shown
 from launch.inspect.sample_pages.html import render
 from launch.reports.step_rows import as_json, step_rows
@@ -123,7 +123,7 @@ def changed_keys(runs: Sequence[Path]) -> list[tuple[str, list[str]]]:
 
 def _run_data(run: Path, config: RunConfig, lines: Sequence[Line], width: int) -> dict[str, object]:
     reports = read_steps(run / "evaluations.jsonl")
-    findings = read_lines(run / FINDINGS)
+    findings = read_findings(run)
     pages = {line["step"]: f"evaluations/step_{line['step']:06d}/report.html" for line in reports}
     bounds = Counter(line["time/bounded_by"] for line in lines if "time/bounded_by" in line)
     return {
@@ -144,11 +144,11 @@ def _run_data(run: Path, config: RunConfig, lines: Sequence[Line], width: int) -
             for line in reports
         ],
         "bounds": bounds.most_common(),
-        "verdict": next((one["text"] for one in findings[::-1] if one["rule"] == VERDICT), None),
+        "verdict": next((one.text for one in findings[::-1] if one.rule == VERDICT), None),
         "findings": [
-            {key: one[key] for key in ("rule", "step", "text")}
+            {"rule": one.rule, "step": one.step, "text": one.text}
             for one in findings
-            if one["rule"] != VERDICT
+            if one.rule != VERDICT
         ],
         "faults": faults(run, lines),
         "logged": _logged(run),

@@ -13,7 +13,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.markup import escape
 
-from launch.doctor.learning import FINDINGS, VERDICT, Doctor, Finding, lines_of
+from launch.doctor.learning import FINDINGS, VERDICT, Doctor, Finding, lines_of, read_findings
 from launch.doctor.timing import VERDICT_STEPS, StepTimes, verdict
 from launch.loggers.events import AlertEvent
 from launch.loggers.ray_metrics import RayMetrics
@@ -51,7 +51,6 @@ from shared.run_files import (
     RunFile,
     Span,
     cannot_write,
-    read_steps,
     replace_file,
     write_run_file,
 )
@@ -134,9 +133,9 @@ class Telemetry:
             self._evaluations = read_evaluations(folder)
             self._doctor = Doctor.of_run(self._config, folder)
             verdicts = [
-                Finding(**line)
-                for line in read_steps(folder / FINDINGS)
-                if line["rule"] == VERDICT and line["step"] <= self._num_written
+                one
+                for one in read_findings(folder)
+                if one.rule == VERDICT and one.step <= self._num_written
             ]
             replace_file(folder / FINDINGS, lines_of([*self._doctor.findings, *verdicts]))
             self._open(self._num_written)
@@ -185,12 +184,12 @@ class Telemetry:
             try:
                 if isinstance(error, Exception):
                     self._keep(error)
-                if self._loggers is not None:  # a start that failed changes nothing
-                    self._write_page()
                 if error is not None and not self._has_begun:
                     self._folder.leave_to_another_start()
                 if self._timeline is not None:
                     self._timeline.complete()
+                if self._loggers is not None:  # a start that failed changes nothing
+                    self._write_page()
             except (ConfigError, RecordError, StorageError) as unwritten:
                 if error is None:
                     raise
