@@ -64,7 +64,7 @@ def main() -> None:
         for step in range(2, options.steps + 1):
             os.link(first, step_path(run / "rollouts", step))
         started_s = time.perf_counter()
-        html = page([run], run, served=True)
+        html = page({run: config}, run, served=True)
         page_s = time.perf_counter() - started_s
         started_s = time.perf_counter()
         rows = step_rows(run, options.steps, config)

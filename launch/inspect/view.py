@@ -12,7 +12,7 @@ reloading shows new steps.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +26,7 @@ from launch.reports.run_page import COMPARED, PAGE, page, write_page
 from launch.reports.step_rows import as_json, step_rows
 from launch.run_folder.console import escaped, make_console
 from launch.run_folder.saved_run import load_run
+from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
 
@@ -54,18 +55,21 @@ class Query(Section):
     """Position of the sample in the step, from 0."""
 
 
-def runs_of(paths: Sequence[Path]) -> list[Path]:
-    """Return the run folders that the paths name; a sweep's folder stands for all its trials."""
+def runs_of(paths: Sequence[Path]) -> dict[Path, RunConfig]:
+    """Return the runs that the paths name, by folder; a sweep's folder stands for all its trials.
+
+    Raises ConfigError if a folder holds no run.
+    """
     runs: list[Path] = []
     for path in paths:
         trials = [file.parent for file in path.glob("trial_*/config.json")]
         # By number: trial_10 comes after trial_2.
         trials.sort(key=lambda trial: (len(trial.name), trial.name))
         runs += trials if trials and not (path / "config.json").exists() else [path]
-    return runs
+    return {run: load_run(run) for run in runs}
 
 
-def server_of(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
+def server_of(runs: Mapping[Path, RunConfig], port: int) -> ThreadingHTTPServer:
     """Return a server of the runs' page on loopback at `port`; 0: any free port.
 
     Raises ConfigError if the port is taken.
@@ -103,7 +107,7 @@ def server_of(runs: Sequence[Path], port: int) -> ThreadingHTTPServer:
         ) from error
 
 
-def _answer(runs: Sequence[Path], path: str, words: Sequence[str]) -> tuple[str, bytes]:
+def _answer(runs: Mapping[Path, RunConfig], path: str, words: Sequence[str]) -> tuple[str, bytes]:
     """Return the content type and the content of a request's answer.
 
     `words`: the query as `key=value`. Raises OSError, ConfigError and RecordError.
@@ -113,15 +117,15 @@ def _answer(runs: Sequence[Path], path: str, words: Sequence[str]) -> tuple[str,
     file = re.fullmatch(r"/(\d+)/(evaluations/\w+/(?:report\.html|pictures/[\w-]+\.png))", path)
     if file is not None and int(file[1]) < len(runs):
         kind = "image/png" if path.endswith(".png") else _HTML
-        return kind, (runs[int(file[1])] / file[2]).read_bytes()
+        return kind, (list(runs)[int(file[1])] / file[2]).read_bytes()
     if path not in ("/rows", "/sample"):
         raise ConfigError(f"{path}: is not a page of this server; open /")
     query = read_arguments(Query, words)
     if query.run >= len(runs):
         raise ConfigError(f"run: is {query.run}, and the page has {len(runs)} runs, from 0")
-    run = runs[query.run]
+    run = list(runs)[query.run]
     if path == "/rows":
-        return "application/json", as_json(step_rows(run, query.step, load_run(run))).encode()
+        return "application/json", as_json(step_rows(run, query.step, runs[run])).encode()
     options = ShowOptions(run=run, step=query.step, position=query.position)
     return _HTML, show_sample(options).read_bytes()
 

@@ -24,7 +24,7 @@ from launch.inspect.diff_runs import computed, differences, shown
 from launch.inspect.sample_pages.html import render
 from launch.reports.step_rows import as_json, step_rows
 from launch.run_folder.ledger import LEDGER
-from launch.run_folder.saved_run import load_run, read_run
+from launch.run_folder.saved_run import read_run
 from launch.run_folder.timeline import read_timeline
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
@@ -50,33 +50,37 @@ FAULTS = (
 Line = Mapping[str, Any]
 
 
-def write_page(runs: Sequence[Path], path: Path, steps: Sequence[int] | None = None) -> None:
-    """Write the page of these run folders to `path`.
+def write_page(
+    runs: Mapping[Path, RunConfig], path: Path, steps: Sequence[int] | None = None
+) -> None:
+    """Write the page of runs, given by folder, to `path`.
 
     Args:
         steps: the steps whose rollouts the page contains; None: the newest (`MAX_BYTES`).
 
-    Raises OSError, ConfigError if a folder holds no run or no log of a step, and RecordError for a
-    damaged line.
+    Raises OSError, ConfigError if a run has no log of a step, and RecordError for a damaged line.
     """
     replace_file(path, page(runs, path.parent, steps))
 
 
 def page(
-    runs: Sequence[Path], where: Path, steps: Sequence[int] | None = None, *, served: bool = False
+    runs: Mapping[Path, RunConfig],
+    where: Path,
+    steps: Sequence[int] | None = None,
+    *,
+    served: bool = False,
 ) -> str:
-    """Return the page of these run folders as HTML.
+    """Return the page of runs, given by folder, as HTML.
 
     Args:
         where: folder of the page, for its links to the runs' files.
         served: a server answers the page's requests for further steps and samples.
     """
-    configs = [load_run(run) for run in runs]
     metrics = [read_steps(run / "metrics.jsonl") for run in runs]
     last = max((lines[-1]["step"] for lines in metrics if lines), default=1)
     width = -(-last // MAX_POINTS)
-    changes = changed_keys(runs)
-    names = [config.telemetry.name for config in configs]
+    changes = changed_keys(list(runs))
+    names = [config.telemetry.name for config in runs.values()]
     if len(set(names)) < len(names):
         names = [run.resolve().name for run in runs]
     # Runs that differ only in their seed are one setting, and are drawn as a band.
@@ -90,14 +94,14 @@ def page(
                 "name": names[n],
                 "setting": settings.index(settings[n]),
                 "link": str(n) if served else quote(os.path.relpath(run, where)),
-                **_run_data(run, configs[n], metrics[n], width),
+                **_run_data(run, config, metrics[n], width),
             }
-            for n, run in enumerate(runs)
+            for n, (run, config) in enumerate(runs.items())
         ],
         "changes": changes,
         "rollouts": [
             {step: step_rows(run, step, config) for step in _embedded(run, steps, served=served)}
-            for run, config in zip(runs, configs, strict=True)
+            for run, config in runs.items()
         ],
     }
     return render(

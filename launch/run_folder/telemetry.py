@@ -197,12 +197,12 @@ class Telemetry:
                 self.warn(str(unwritten))
 
     def _write_page(self) -> None:
-        """Write the page of the run, from its files. Raises StorageError, RecordError."""
+        """Write the page of the run. Raises StorageError and the errors of `write_page`."""
         folder = self._folder.path
 
         def write() -> None:
             try:
-                write_page([folder], folder / PAGE)
+                write_page({folder: self._config}, folder / PAGE)
             except OSError as error:
                 raise cannot_write(folder / PAGE, error) from error
 

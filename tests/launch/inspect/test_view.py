@@ -116,7 +116,7 @@ def data_of(html: str) -> dict[str, object]:
 
 def test_the_page_has_the_figures_of_the_files(tmp_path):
     run = run_of(tmp_path / "run")
-    data = data_of(page([run], tmp_path))
+    data = data_of(page(runs_of([run]), tmp_path))
     (shown,) = data["runs"]
     assert shown["curves"]["rollout/reward"] == {"x": [1, 2, 3, 4], "y": [0.1, 0.2, 0.3, 0.4]}
     assert shown["heldOut"]["val/reward"] == {"x": [0, 4], "y": [0.1, 0.4]}
@@ -251,13 +251,13 @@ def test_a_run_that_is_alive_and_one_that_has_just_begun_have_a_page(tmp_path):
     for name in ("metrics.jsonl", "rollouts/step_000004.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"step": 5, "posi')
-    data = data_of(page([run], tmp_path))
+    data = data_of(page(runs_of([run]), tmp_path))
     assert data["runs"][0]["lastStep"] == 4
     assert len(data["rollouts"][0]["4"]) == GROUPS * GROUP
     young = tmp_path / "young"
     young.mkdir()
     (young / "config.json").write_text((run / "config.json").read_text())
-    (shown,) = data_of(page([young], tmp_path))["runs"]
+    (shown,) = data_of(page(runs_of([young]), tmp_path))["runs"]
     assert (shown["curves"], shown["logged"], shown["verdict"]) == ({}, [], None)
 
 
@@ -270,7 +270,7 @@ def test_runs_that_differ_in_their_seed_are_one_setting(tmp_path):
         ("training.seed", ["1", "2", "1"]),
         ("training.learning_rate", ["0.001", "0.001", "0.002"]),
     ]
-    shown = data_of(page(runs, tmp_path))["runs"]
+    shown = data_of(page(runs_of(runs), tmp_path))["runs"]
     assert [one["setting"] for one in shown] == [0, 0, 2]
     assert [one["name"] for one in shown] == ["trial_0", "trial_1", "trial_2"]
 
@@ -297,7 +297,7 @@ def test_a_sweep_stands_for_its_trials_in_order(tmp_path):
         run_of(tmp_path / f"trial_{number}")
     single = run_of(tmp_path / "single")
     trials = [tmp_path / "trial_2", tmp_path / "trial_10"]
-    assert runs_of([tmp_path, single]) == [*trials, single]
+    assert list(runs_of([tmp_path, single])) == [*trials, single]
 
 
 def test_the_command_writes_a_file_or_says_what_is_wrong(tmp_path, capsys):
@@ -322,7 +322,7 @@ def test_the_command_writes_a_file_or_says_what_is_wrong(tmp_path, capsys):
 
 def test_the_server_answers_this_machine_alone(tmp_path):
     run = run_of(tmp_path / "run")
-    with server_of([run], 0) as server:
+    with server_of(runs_of([run]), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
 
@@ -352,7 +352,7 @@ def test_the_server_answers_this_machine_alone(tmp_path):
             assert refused.value.code == status
             assert problem in refused.value.read().decode()
         with pytest.raises(ConfigError, match=f"port: {server.server_port} cannot be used"):
-            server_of([run], server.server_port)
+            server_of(runs_of([run]), server.server_port)
         server.shutdown()
 
 
@@ -370,7 +370,7 @@ def test_a_click_leads_from_a_curve_to_a_step_a_group_and_a_sample(tmp_path, tab
     sample = run / "samples" / "step_000004_position_005.html"
     sample.parent.mkdir()
     sample.write_text("<title>sample 5</title>")
-    write_page([run], run / "report.html")
+    write_page(runs_of([run]), run / "report.html")
     tab.open((run / "report.html").as_uri())
     assert "0.4" in " ".join(tab.texts("section:first-child td"))
     assert tab.texts("#view section h2")[:3] == ["Run", "Findings", "Curves"]
@@ -406,7 +406,7 @@ def test_a_click_leads_from_a_curve_to_a_step_a_group_and_a_sample(tmp_path, tab
 def test_two_settings_are_laid_over_one_another_with_seeds_as_a_band(tmp_path, tab):
     changes = ({"training__seed": 1}, {"training__seed": 2}, {"training__learning_rate": 0.5})
     runs = [run_of(tmp_path / f"run_{n}", **changed) for n, changed in enumerate(changes)]
-    write_page(runs, tmp_path / "page.html")
+    write_page(runs_of(runs), tmp_path / "page.html")
     tab.open((tmp_path / "page.html").as_uri())
     assert tab.texts(".key > span") == ["learning_rate 0.001 (2 seeds)", "learning_rate 0.5"]
     assert (
@@ -417,7 +417,7 @@ def test_two_settings_are_laid_over_one_another_with_seeds_as_a_band(tmp_path, t
 
 def test_a_served_page_opens_every_step_and_names_what_it_lacks(tmp_path, tab):
     run = run_of(tmp_path / "run")
-    with server_of([run], 0) as server:
+    with server_of(runs_of([run]), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         tab.open(f"http://127.0.0.1:{server.server_port}/#run=0&step=2&end=failed")
         tab.wait_for("document.querySelectorAll('.groups tbody tr').length === 1")
@@ -425,7 +425,7 @@ def test_a_served_page_opens_every_step_and_names_what_it_lacks(tmp_path, tab):
         tab.run("location.hash = '#run=0&step=7'")
         tab.wait_for("document.body.textContent.includes('step_000007.jsonl')")
         server.shutdown()
-    write_page([run], run / "report.html", [2])
+    write_page(runs_of([run]), run / "report.html", [2])
     tab.open((run / "report.html").as_uri() + "#step=3")
     tab.wait_for("document.querySelectorAll('code').length === 2")
     assert tab.texts("code")[0] == f"rollmatch view {run} step=3"

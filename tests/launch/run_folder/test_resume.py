@@ -514,7 +514,9 @@ def test_a_line_that_is_garbage_is_named_before_anything_is_changed(
         first = [one for one in lines[:1] if one]  # a run may have no finding
         (run / file).write_bytes(b"\n".join([*first, garbage, *(lines[1:] or [b""])]))
         left = tree(run)
-        place = str(run / file) + (f":{len(first) + 1}: line: " if file != "checkpoints.json" else " cannot be")
+        place = str(run / file) + (
+            f":{len(first) + 1}: line: " if file != "checkpoints.json" else " cannot be"
+        )
         with pytest.raises((ConfigError, RecordError), match=re.escape(place)):
             start(config_of("channels A and B", run, resume={"run": str(run)}))
         assert tree(run) == left
