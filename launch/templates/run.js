@@ -372,16 +372,19 @@ function groupView(run, step, rows) {
 async function show() {
   const state = params();
   tip.hidden = true;
-  if (!state.has("step")) {
+  const [run, step] = [Number(state.get("run") ?? 0), Number(state.get("step") ?? NaN)];
+  if (!(run in data.runs) || !Number.isInteger(step)) {
     view.replaceChildren();
     overview();
     return;
   }
-  const [run, step] = [Number(state.get("run") ?? 0), Number(state.get("step"))];
+  const asked = location.hash;
   const rows = await rowsOf(run, step);
+  if (location.hash !== asked) return; // a later address was shown while the server answered
   const { name, logged, curves: own } = data.runs[run];
   const to = (number) => (number === undefined ? null : button(address({ run, step: number }), `step ${number}`));
-  const isGroup = state.has("group") && !rows.problem;
+  const siblings = rows.problem ? [] : rows.filter((row) => state.has("group") && row.group === Number(state.get("group")));
+  const isGroup = siblings.length > 0;
   view.replaceChildren(
     html("div", { class: "controls" }, button("#", "overview"), to(logged.findLast((one) => one < step)), stepInput(run, step),
       to(logged.find((one) => one > step)), isGroup ? button(address({ group: null }, params()), "all of the step") : null),
@@ -392,7 +395,7 @@ async function show() {
   }
   const figures = Object.entries(own).filter(([metric, curve]) => MAIN.includes(metricOf(metric)) && curve.x.includes(step));
   if (data.width === 1) view.append(html("ul", { class: "chips" }, figures.map(([metric, { x, y }]) => chip(metric, short(y[x.indexOf(step)])))));
-  if (isGroup) groupView(run, step, rows.filter((row) => row.group === Number(state.get("group"))));
+  if (isGroup) groupView(run, step, siblings);
   else stepView(rows, state);
 }
 

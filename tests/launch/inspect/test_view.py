@@ -429,3 +429,11 @@ def test_a_served_page_opens_every_step_and_names_what_it_lacks(tmp_path, tab):
     tab.open((run / "report.html").as_uri() + "#step=3")
     tab.wait_for("document.querySelectorAll('code').length === 2")
     assert tab.texts("code")[0] == f"rollmatch view {run} step=3"
+    # An address that another page had leads to what there is.
+    for fragment, heading in (
+        ("#run=7&step=2", "Run"),
+        ("#step=x", "Run"),
+        ("#step=2&group=99", "3 of 3 groups"),
+    ):
+        tab.open((run / "report.html").as_uri() + fragment)
+        assert tab.texts("section h2")[0] == heading
