@@ -58,6 +58,7 @@ COMMANDS = {
     "show-sample": "show one sample of a run as a page",
     "train": "run the job: engines, learner, every step, the reports",
     "vf-eval": "evaluate a model in an environment",
+    "view": "make the page of runs: curves, findings, faults, rollouts of a step",
 }
 """The commands of `rollmatch` with descriptions. `launch.__path__` finds their modules."""
 PROCESS_ERRORS = (RolloutError, WeightSyncError, LearnerError)

@@ -10,10 +10,12 @@ from pathlib import Path
 from launch.doctor.figures import History, Line
 from launch.doctor.rules import RULES
 from shared.config import RunConfig
-from shared.run_files import read_steps
+from shared.run_files import damaged_line, read_steps
 
 FINDINGS = "doctor.jsonl"
 """File in the run's folder with a line for each finding and each verdict on time."""
+VERDICT = "time"
+"""The `rule` of a verdict's line. Its `value` is the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,18 @@ class Doctor:
 def lines_of(findings: Sequence[Finding]) -> str:
     """Return the findings as lines of `doctor.jsonl`."""
     return "".join(json.dumps(asdict(finding)) + "\n" for finding in findings)
+
+
+def read_findings(folder: Path) -> list[Finding]:
+    """Return the findings and verdicts in a run's `doctor.jsonl`; none without the file.
+
+    Raises OSError, and RecordError for a damaged line.
+    """
+    path = folder / FINDINGS
+    found = []
+    for number, line in enumerate(read_steps(path), 1):
+        try:
+            found.append(Finding(**line))
+        except TypeError as error:
+            raise damaged_line(path, number, "is not a finding") from error
+    return found

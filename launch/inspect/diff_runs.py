@@ -101,8 +101,8 @@ class Parting:
         place = f", {self.where}" if self.where else ""
         return [
             f"part      at step {self.step}, stage {self.stage}{place}: {self.field}",
-            f"          A {_shown(self.a)}",
-            f"          B {_shown(self.b)}",
+            f"          A {shown(self.a)}",
+            f"          B {shown(self.b)}",
         ]
 
 
@@ -114,8 +114,8 @@ def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     """
     lines = [f"A         {a}", f"B         {b}"]
     lines += [
-        f"changed   {field}: A {_shown(one)}, B {_shown(other)}"
-        for field, one, other in _differences(_computed(read_run(a)), _computed(read_run(b)))
+        f"changed   {field}: A {shown(one)}, B {shown(other)}"
+        for field, one, other in differences(computed(read_run(a)), computed(read_run(b)))
     ]
     for name, run in (("A", a), ("B", b)):
         if (problem := check_ledger(run)) is not None:
@@ -177,7 +177,7 @@ def first_difference(
                 names = [name for name in names if name in one and name in other]
             elif stage == "other":
                 names = [name for name in names if not name.startswith(NOT_LEARNED)]
-            for field, a, b in _differences(_of(one, *names), _of(other, *names)):
+            for field, a, b in differences(_of(one, *names), _of(other, *names)):
                 return Parting(step, stage, "", field, a, b)
     return None
 
@@ -190,7 +190,7 @@ def _of_samples(step: int, one: dict[int, Line], other: dict[int, Line]) -> Iter
         return
     for stage, part in SAMPLE_STAGES.items():
         for position in sorted(one):
-            for field, a, b in _differences(part(one[position]), part(other[position])):
+            for field, a, b in differences(part(one[position]), part(other[position])):
                 name = one[position].get("sample_id", one[position].get("example"))
                 yield Parting(step, stage, f"position {position} ({name})", field, a, b)
 
@@ -202,20 +202,20 @@ def _samples(run: Path, step: int) -> dict[int, Line]:
     return {line["position"]: line for file in files for line in read_lines(file)}
 
 
-def _computed(config: Line) -> Line:
+def computed(config: Line) -> Line:
     """Return the configuration without the sections that do not affect results."""
     return _without(config, "telemetry", "cluster", "timeouts", "checkpoint", "resume")
 
 
-def _differences(a: object, b: object, field: str = "") -> Iterator[tuple[str, object, object]]:
+def differences(a: object, b: object, field: str = "") -> Iterator[tuple[str, object, object]]:
     """Yield the differences of two JSON values in order: path of the field, its two values."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in (*a, *(name for name in b if name not in a)):
             path = f"{field}.{name}" if field else name
-            yield from _differences(a.get(name), b.get(name), path)
+            yield from differences(a.get(name), b.get(name), path)
     elif isinstance(a, list) and isinstance(b, list):
         for index, (one, other) in enumerate(zip(a, b, strict=False)):
-            yield from _differences(one, other, f"{field}[{index}]")
+            yield from differences(one, other, f"{field}[{index}]")
         if len(a) != len(b):
             yield f"length of {field}", len(a), len(b)
     elif a != b and not (a != a and b != b):  # two NaN are the same
@@ -230,7 +230,7 @@ def _without(line: Line | None, *names: str) -> Line:
     return {name: value for name, value in (line or {}).items() if name not in names}
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
 

@@ -126,52 +126,53 @@ def rollout_table(path: Path, kind: RolloutFile) -> RolloutTable:
     """
     with path.open("rb") as file:
         lines: Iterator[Any] = map(json.loads, file)
+        readable: Iterator[dict[str, Scalar | None]]
         match kind:
             case RolloutFile.SAMPLES:
-                readable = _sample_rows(lines)
+                readable = (row for row in map(sample_row, lines) if row is not None)
             case RolloutFile.TRAJECTORIES:
-                readable = _trajectory_rows(lines)
+                readable = map(trajectory_row, lines)
             case RolloutFile.PREDICTIONS:
                 readable = _prediction_rows(lines)
         rows = [
-            {name: _cell(value) for name, value in row.items()}
+            {name: as_cell(value) for name, value in row.items()}
             for row in islice(readable, MAX_ROWS)
         ]
     columns = tuple(rows[0]) if rows else ()
     return RolloutTable(columns, [tuple(row.values()) for row in rows])
 
 
-def _sample_rows(lines: Iterable[RolloutRecord]) -> Iterator[dict[str, Scalar | None]]:
-    for line in lines:
-        rollout, reading = line["rollout"], line["reading"]
-        # Samples of channel A have no rollout.
-        if rollout is not None and reading is not None:
-            yield {
-                "position": line["position"],
-                "sample": line["sample_id"],
-                "answer": rollout["text"],
-                "end": rollout["finish_reason"],
-                "tokens": len(rollout["response_token_ids"]),
-                "truth": ", ".join(truth["desc"] for truth in line["ground_truth"]),
-                "found": ", ".join(found["desc"] for found in reading["objects"]),
-                "matched": len(reading["pairs"]),
-                "dropped": ", ".join(dropped["reason"] for dropped in reading["dropped"]),
-                "appended": len(reading["appended"]),
-            }
+def sample_row(line: RolloutRecord) -> dict[str, Scalar | None] | None:
+    """Return what a line of the rollout log says about a sample, to read; None on channel A."""
+    rollout, reading = line["rollout"], line["reading"]
+    if rollout is None or reading is None:
+        return None
+    return {
+        "position": line["position"],
+        "sample": line["sample_id"],
+        "answer": rollout["text"],
+        "end": rollout["finish_reason"],
+        "tokens": len(rollout["response_token_ids"]),
+        "truth": ", ".join(truth["desc"] for truth in line["ground_truth"]),
+        "found": ", ".join(found["desc"] for found in reading["objects"]),
+        "matched": len(reading["pairs"]),
+        "dropped": ", ".join(dropped["reason"] for dropped in reading["dropped"]),
+        "appended": len(reading["appended"]),
+    }
 
 
-def _trajectory_rows(lines: Iterable[TrajectoryRecord]) -> Iterator[dict[str, Scalar | None]]:
-    for line in lines:
-        yield {
-            "position": line["position"],
-            "example": line["example"],
-            "reward": line["reward"],
-            "prompt": _dialogue(line["prompt"]),
-            "completion": _dialogue(line["completion"]),
-            "rewards": ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items()),
-            "turns": line["num_turns"],
-            "error": line["error"] or "",
-        }
+def trajectory_row(line: TrajectoryRecord) -> dict[str, Scalar | None]:
+    """Return what a line of the rollout log says about an environment's rollout, to read."""
+    return {
+        "position": line["position"],
+        "example": line["example"],
+        "reward": line["reward"],
+        "prompt": _dialogue(line["prompt"]),
+        "completion": _dialogue(line["completion"]),
+        "rewards": ", ".join(f"{name} {value:g}" for name, value in line["metrics"].items()),
+        "turns": line["num_turns"],
+        "error": line["error"] or "",
+    }
 
 
 def _prediction_rows(lines: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Scalar | None]]:
@@ -203,7 +204,8 @@ def _dialogue(messages: LoggedMessages | None) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> Scalar:
+def as_cell(value: Any) -> Scalar:
+    """Return a value for a table: a long text is cut, and half of a surrogate pair replaced."""
     if not isinstance(value, str):
         return value
     if len(value) > MAX_CHARACTERS:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from launch.checks.host import run_folder_problem
+from launch.doctor.learning import read_findings
 from launch.run_folder.console import keep_lost_console
 from launch.run_folder.held_out import read_evaluations
 from launch.run_folder.ledger import cut_ledger
@@ -162,5 +163,6 @@ def require_readable(folder: Path) -> None:
     for name in ("metrics.jsonl", "plan.jsonl"):
         read_steps(folder / name)
     read_evaluations(folder)
+    read_findings(folder)
     read_timeline(folder / "timeline.json")
     read_index(folder)

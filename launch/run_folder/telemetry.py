@@ -13,13 +13,14 @@ from types import TracebackType
 from rich.console import Console
 from rich.markup import escape
 
-from launch.doctor.learning import FINDINGS, Doctor, Finding, lines_of
+from launch.doctor.learning import FINDINGS, VERDICT, Doctor, Finding, lines_of, read_findings
 from launch.doctor.timing import VERDICT_STEPS, StepTimes, verdict
 from launch.loggers.events import AlertEvent
 from launch.loggers.ray_metrics import RayMetrics
 from launch.loggers.sink import Loggers
 from launch.processes.batch_algebra import BatchAlgebra
 from launch.processes.sweep import trial_of
+from launch.reports.run_page import PAGE, write_page
 from launch.run_folder.console import StepBar
 from launch.run_folder.folder import RunFolder
 from launch.run_folder.held_out import (
@@ -41,7 +42,7 @@ from launch.run_folder.steps import (
 )
 from launch.run_folder.timeline import TraceWriter
 from shared.config import RunConfig
-from shared.errors import StorageError
+from shared.errors import ConfigError, RecordError, StorageError
 from shared.grounding.evaluation import Evaluation, Outcome
 from shared.metrics import StepReport
 from shared.rollouts import SyncReport
@@ -107,8 +108,8 @@ class Telemetry:
         self._save_s = 0.0
         """Seconds that the run waited for checkpoints since the line of the last step."""
         self._doctor = Doctor(config)
-        self._times: list[StepTimes] = []
-        """Times of the steps since the last verdict."""
+        self._times: dict[int, StepTimes] = {}
+        """Times of the steps since the last verdict, by number."""
         self._devices: tuple[int, ...] = ()
 
     @property
@@ -132,7 +133,12 @@ class Telemetry:
             replace_file(folder / CONFIG, _as_text(self._config))
             self._evaluations = read_evaluations(folder)
             self._doctor = Doctor.of_run(self._config, folder)
-            replace_file(folder / FINDINGS, lines_of(self._doctor.findings))
+            verdicts = [
+                one
+                for one in read_findings(folder)
+                if one.rule == VERDICT and one.step <= self._num_written
+            ]
+            replace_file(folder / FINDINGS, lines_of([*self._doctor.findings, *verdicts]))
             self._open(self._num_written)
         except OSError as error:
             raise cannot_write(folder, error) from error
@@ -183,11 +189,26 @@ class Telemetry:
                     self._folder.leave_to_another_start()
                 if self._timeline is not None:
                     self._timeline.complete()
-            except StorageError as unwritten:
+                if self._loggers is not None:  # a start that failed changes nothing
+                    self._write_page()
+            except (ConfigError, RecordError, StorageError) as unwritten:
                 if error is None:
                     raise
                 # Not raised, because the user has to see the error that ended the run.
                 self.warn(str(unwritten))
+
+    def _write_page(self) -> None:
+        """Write the page of the run. Raises StorageError and the errors of `write_page`."""
+        folder = self._folder.path
+
+        def write() -> None:
+            try:
+                write_page({folder: self._config}, folder / PAGE)
+            except OSError as error:
+                raise cannot_write(folder / PAGE, error) from error
+
+        self.patience(write)
+        self.note(f"report    {folder / PAGE}")
 
     def _keep(self, error: Exception) -> None:
         """Save the error with its traceback in a file, or else print it."""
@@ -351,14 +372,17 @@ class Telemetry:
         self.note(progress_line(report, metrics, self._config.training.num_steps))
         self._bar.done(report.number)
         self._tell(self._doctor.step(line))
-        self._times.append(StepTimes.of(report.spans, metrics))
+        self._times[report.number] = StepTimes.of(report.spans, metrics)
         if report.number % VERDICT_STEPS == 0:
             self._verdict()
 
     def _verdict(self) -> None:
-        """Print what bounded the steps since the last verdict, and what would help."""
+        """Report what bounded the steps since the last verdict, and what would help."""
         if self._times:
-            self.note(f"time      {verdict(self._config, self._devices, self._times)}")
+            text = verdict(self._config, self._devices, list(self._times.values()))
+            self.note(f"time      {text}")
+            line = Finding(VERDICT, max(self._times), len(self._times), text)
+            self._finding_lines.write(lines_of([line]))
             self._times.clear()
 
     def _tell(self, findings: Iterable[Finding]) -> None:

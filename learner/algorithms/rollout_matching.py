@@ -305,7 +305,7 @@ class RolloutMatchingStep(AlgorithmStep):
                 source=sample.source,
             )
             self.metrics.add_options(target, self._text_weights)
-            self._log_next(target, rollout)
+            self._log_next(target, rollout, reward)
             yield Segment(position, prompt, target, self.plan.step, rollout.actor, sampled_by)
             if reward is not None:
                 self.metrics.add_reward(reward)
@@ -393,7 +393,9 @@ class RolloutMatchingStep(AlgorithmStep):
             f"{self._num_targets} of {len(self.share)} samples came back"
         )
 
-    def _log_next(self, target: Target, rollout: Rollout | None) -> None:
+    def _log_next(
+        self, target: Target, rollout: Rollout | None, reward: float | None = None
+    ) -> None:
         """Count and log the next position's sample, then advance by one position."""
         index = self._num_targets
         self._num_targets += 1
@@ -409,6 +411,7 @@ class RolloutMatchingStep(AlgorithmStep):
                     self._text_weights.of(target),
                     self._algorithm.tokens.codec,
                     rollout=rollout,
+                    reward=reward,
                     augmentation=self.shown[index].augmentation,
                 )
             )

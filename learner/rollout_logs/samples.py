@@ -202,6 +202,8 @@ class RolloutRecord(TypedDict):
     rollout: RolloutEntry | None
     reading: ReadingEntry | None
     target: TargetEntry
+    reward: NotRequired[float]
+    """The rollout's reward (`stage2_ab.channel_b.reward`); absent without `policy_gradient`."""
     augmentation: NotRequired[AugmentationEntry]
     """How the sample was changed; absent if it was not. `ground_truth` has the changed objects."""
 
@@ -215,6 +217,7 @@ def sample_record(
     codec: TokenCodec,
     *,
     rollout: Rollout | None,
+    reward: float | None = None,
     augmentation: Augmentation | None = None,
 ) -> RolloutRecord:
     """Return the line of the rollout log for one sample. `rollout` is None only on channel A.
@@ -233,6 +236,8 @@ def sample_record(
         reading=None if reading is None else _reading_entry(reading, codec),
         target=_target_entry(target, weights_L),
     )
+    if reward is not None:
+        line["reward"] = reward
     if augmentation is not None:
         line["augmentation"] = log_entry(AugmentationEntry, augmentation)
     return line

@@ -23,6 +23,7 @@ HERE = {
     "parsing": "--repetitions 1 --responses 5 --tokenizer none",
     "save": "--layers 1 --saves 1",
     "shared_prompts": "--layers 1 --heads 3 --words 300 --groups 2 --row 256 --repeats 1",
+    "view_page": "--steps 3 --rollouts 8",
     "turns": "--library rollmatch --rollouts 5",
 }
 """Arguments of benchmarks that run in this process."""

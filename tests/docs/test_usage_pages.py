@@ -85,7 +85,7 @@ def test_every_command_of_a_page_is_one_that_the_project_takes(page):
                 read_arguments(schema, rest)
             case "launch.keys":
                 assert keys_below(*words)
-            case "launch.diff_runs" | "launch.ledger":
+            case "launch.diff_runs" | "launch.ledger" | "launch.view":
                 assert words
                 importlib.import_module(module)
             case _:

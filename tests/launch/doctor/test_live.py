@@ -14,6 +14,7 @@ from rich.console import Console
 from scene_support import guess, png, scene, truth
 
 from launch.doctor.__main__ import main
+from launch.doctor.learning import VERDICT
 from launch.processes.batch_algebra import batch_algebra
 from launch.run_folder.resume import ResumePoint
 from launch.run_folder.saved_checkpoints import RunState
@@ -72,9 +73,13 @@ def take_steps(telemetry: Telemetry, config: RunConfig, numbers: range) -> None:
             record.report = StepReport(plan.step, plan.channel, number, METRICS, spans)
 
 
+def lines(config: RunConfig) -> list[tuple[str, int]]:
+    text = (config.telemetry.run_dir / "doctor.jsonl").read_text()
+    return [(line["rule"], line["step"]) for line in map(json.loads, text.splitlines())]
+
+
 def told(config: RunConfig) -> list[tuple[str, int]]:
-    lines = (config.telemetry.run_dir / "doctor.jsonl").read_text().splitlines()
-    return [(line["rule"], line["step"]) for line in map(json.loads, lines)]
+    return [(rule, step) for rule, step in lines(config) if rule != VERDICT]
 
 
 def test_a_finding_is_told_once_on_the_console_in_a_file_and_in_the_report(
@@ -116,6 +121,13 @@ def test_every_20_steps_a_verdict_is_printed(config: RunConfig) -> None:
         take_steps(telemetry, config, range(1, 22))
     assert "time      20 steps of" in output.getvalue()
     assert "time      1 steps of" in output.getvalue()
+    assert [step for rule, step in lines(config) if rule == VERDICT] == [20, 21]
+    # A run that is resumed keeps the verdicts on the steps that it does not repeat.
+    state = RunState(20, config.model_dump(mode="json"), {})
+    with begin(config, output, ResumePoint(config.telemetry.run_dir, state)) as telemetry:
+        take_steps(telemetry, config, range(21, 24))
+    assert [step for rule, step in lines(config) if rule == VERDICT] == [20, 23]
+    assert output.getvalue().count(f"report    {config.telemetry.run_dir / 'report.html'}") == 2
 
 
 def test_the_command_says_afterwards_what_was_said_live(

@@ -13,6 +13,7 @@ from config_support import MINIMAL, configuration
 from learner_support import finish_step, gradients_of_update, make_learner
 from rollout_support import make_rollout
 
+from launch.reports.step_rows import step_rows
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.targets import AdvantageTarget
 from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT
@@ -130,6 +131,20 @@ def test_a_step_that_matches_and_rewards_its_rollouts_has_the_sum_of_both_losses
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
     counts = [both[f"rollout/{name}"] for name in ("num", "num_groups", "num_left_out")]
     assert counts == [ROLLOUTS, ROLLOUTS // PER_SAMPLE, PER_SAMPLE]
+
+
+def test_the_log_has_the_rewards_and_the_page_of_a_step_their_advantages(config):
+    settings = config(*MATCHED, REWARDED)
+    metrics, _ = learned(settings)
+    rows = step_rows(settings.telemetry.run_dir, 1, settings)
+    rewards = [row["reward"] for row in rows]
+    assert fmean(rewards) == pytest.approx(metrics["rollout/reward"])
+    for row in rows:
+        siblings = [one["reward"] for one in rows if one["group"] == row["position"] // PER_SAMPLE]
+        assert row["advantage"] == pytest.approx(row["reward"] - fmean(siblings))
+    settings = config(*MATCHED)
+    learned(settings)
+    assert "reward" not in step_rows(settings.telemetry.run_dir, 1, settings)[0]
 
 
 def test_an_imported_policy_gradient_learns_the_same_rewards_next_to_matched_objects(

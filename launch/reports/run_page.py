@@ -1,0 +1,267 @@
+"""The page of one or more runs: one HTML file with curves, findings, faults, and rollouts.
+
+Figures are read from the files that a run writes, not computed again. The page has the curves of
+all steps; curves of more than `MAX_POINTS` steps are averaged. It has the rollouts only of some
+steps (`MAX_BYTES`), because a long run has millions. The file of a step in `rollouts/` is the index
+of its rollouts: a step is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from markupsafe import Markup
+
+from launch.doctor.learning import VERDICT, read_findings
+from launch.inspect.diff_runs import computed, differences, shown
+from launch.inspect.sample_pages.html import render
+from launch.reports.step_rows import as_json, step_rows
+from launch.run_folder.ledger import LEDGER
+from launch.run_folder.saved_run import read_run
+from launch.run_folder.timeline import read_timeline
+from learner.rollout_logs.writer import step_path
+from shared.config import RunConfig
+from shared.errors import ConfigError
+from shared.metrics import metric_of
+from shared.run_files import read_lines, read_steps, replace_file
+
+PAGE = "report.html"
+"""Name of the page in a run's folder."""
+COMPARED = "compared.html"
+"""Name of the page of several runs, in the folder of the first."""
+MAX_POINTS = 500
+"""Maximum number of points of a curve, about as many as a screen shows."""
+MAX_BYTES = 12_000_000
+"""Maximum size of the rollout logs that a page reads by itself, the newest steps first."""
+SEED = "training.seed"
+FAULTS = (
+    *("rollout/num_replaced", "optim/num_skipped", "rollout/num_failed"),
+    *("rollout/num_reward_errors", "rollout/num_given_up"),
+)
+"""Metrics that count faults and repairs."""
+
+Line = Mapping[str, Any]
+
+
+def write_page(
+    runs: Mapping[Path, RunConfig], path: Path, steps: Sequence[int] | None = None
+) -> None:
+    """Write the page of runs, given by folder, to `path`.
+
+    Args:
+        steps: the steps whose rollouts the page contains; None: the newest (`MAX_BYTES`).
+
+    Raises OSError, ConfigError if a run has no log of a step, and RecordError for a damaged line.
+    """
+    replace_file(path, page(runs, path.parent, steps))
+
+
+def page(
+    runs: Mapping[Path, RunConfig],
+    where: Path,
+    steps: Sequence[int] | None = None,
+    *,
+    served: bool = False,
+) -> str:
+    """Return the page of runs, given by folder, as HTML.
+
+    Args:
+        where: folder of the page, for its links to the runs' files.
+        served: a server answers the page's requests for further steps and samples.
+    """
+    metrics = [read_steps(run / "metrics.jsonl") for run in runs]
+    last = max((lines[-1]["step"] for lines in metrics if lines), default=1)
+    width = -(-last // MAX_POINTS)
+    changes = changed_keys(list(runs))
+    names = [config.telemetry.name for config in runs.values()]
+    if len(set(names)) < len(names):
+        names = [run.resolve().name for run in runs]
+    # Runs that differ only in their seed are one setting, and are drawn as a band.
+    settings = [[values[n] for key, values in changes if key != SEED] for n in range(len(runs))]
+    data = {
+        "served": served,
+        "width": width,
+        "meanings": _meanings(metrics),
+        "runs": [
+            {
+                "name": names[n],
+                "setting": settings.index(settings[n]),
+                "link": str(n) if served else quote(os.path.relpath(run, where)),
+                **_run_data(run, config, metrics[n], width),
+            }
+            for n, (run, config) in enumerate(runs.items())
+        ],
+        "changes": changes,
+        "rollouts": [
+            {step: step_rows(run, step, config) for step in _embedded(run, steps, served=served)}
+            for run, config in runs.items()
+        ],
+    }
+    return render(
+        "run.html",
+        heading=names[0] if len(names) == 1 else f"{len(names)} runs",
+        made=time.strftime("%Y-%m-%d %H:%M:%S"),
+        data=Markup(as_json(data)),
+    )
+
+
+def changed_keys(runs: Sequence[Path]) -> list[tuple[str, list[str]]]:
+    """Return the keys of the configuration in which runs differ, with the value of each run.
+
+    Sections that do not affect results are left out.
+    """
+    first, *others = (computed(read_run(run)) for run in runs)
+    values: dict[str, list[str]] = {}
+    for number, other in enumerate(others, 1):
+        for key, one, another in differences(first, other):
+            values.setdefault(key, [shown(one)] * len(runs))[number] = shown(another)
+    return list(values.items())
+
+
+def _run_data(run: Path, config: RunConfig, lines: Sequence[Line], width: int) -> dict[str, object]:
+    reports = read_steps(run / "evaluations.jsonl")
+    findings = read_findings(run)
+    pages = {line["step"]: f"evaluations/step_{line['step']:06d}/report.html" for line in reports}
+    bounds = Counter(line["time/bounded_by"] for line in lines if "time/bounded_by" in line)
+    return {
+        "folder": str(run),
+        "seed": config.training.seed,
+        "numSteps": config.training.num_steps,
+        "lastStep": lines[-1]["step"] if lines else 0,
+        "seconds": sum(line["time/step_s"] for line in lines),
+        "curves": curves(lines, width),
+        "heldOut": curves(reports, 1),
+        "headline": reports[-1]["headline"] if reports else None,
+        "reports": [
+            {
+                "step": line["step"],
+                "score": line["score"],
+                "page": pages[line["step"]] if (run / pages[line["step"]]).exists() else None,
+            }
+            for line in reports
+        ],
+        "bounds": bounds.most_common(),
+        "verdict": next((one.text for one in findings[::-1] if one.rule == VERDICT), None),
+        "findings": [
+            {"rule": one.rule, "step": one.step, "text": one.text}
+            for one in findings
+            if one.rule != VERDICT
+        ],
+        "faults": faults(run, lines),
+        "logged": _logged(run),
+        "samples": [file.name for file in (run / "samples").glob("step_*.html")],
+    }
+
+
+def curves(lines: Sequence[Line], width: int) -> dict[str, dict[str, list[float]]]:
+    """Return the curve of each metric: `x`, the steps, and `y`, the values.
+
+    A metric of both channels has a curve for each, because their values cannot be compared.
+    With a `width` above 1, a point is the mean of the values in so many successive steps, at their
+    last step; `low` and `high` are the least and the largest of them. Values that are no finite
+    numbers are left out.
+    """
+    points: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for channel in sorted({line.get("channel", "") for line in lines}):
+        own = [line for line in lines if line.get("channel", "") == channel]
+        steps = np.array([line["step"] for line in own])
+        for name in sorted(name for name in set().union(*own) if "/" in name):
+            column = [line.get(name) for line in own]
+            if not any(isinstance(value, str) for value in column):
+                values = np.array(column, dtype=float)  # None becomes NaN
+                known = np.isfinite(values)
+                if known.any():
+                    points.setdefault(name, {})[channel] = steps[known], values[known]
+    found = {}
+    for metric, by_channel in points.items():
+        for channel, (x, y) in by_channel.items():
+            name = f"{metric}, channel {channel}" if len(by_channel) > 1 else metric
+            bins, starts, counts = np.unique(
+                (x - 1) // width, return_index=True, return_counts=True
+            )
+            means = np.add.reduceat(y, starts) / counts
+            found[name] = {"x": ((bins + 1) * width).tolist(), "y": _short(means)}
+            if width > 1:
+                found[name] |= {
+                    "low": _short(np.minimum.reduceat(y, starts)),
+                    "high": _short(np.maximum.reduceat(y, starts)),
+                }
+    return found
+
+
+def _short(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+def _meanings(metrics: Iterable[Sequence[Line]]) -> dict[str, str]:
+    """Return what each metric of these lines means, from the table of metrics."""
+    names = {name for lines in metrics for line in (*lines[:20], *lines[-20:]) for name in line}
+    known = {name: metric_of(name) for name in sorted(names)}
+    return {name: metric.meaning for name, metric in known.items() if metric is not None}
+
+
+def faults(run: Path, lines: Sequence[Line]) -> list[str]:
+    """Describe the faults and repairs of a run: errors, replaced actors, skipped updates, ..."""
+    found = []
+    for name in FAULTS:
+        steps = [line["step"] for line in lines if line.get(name)]
+        if steps:
+            total = sum(line.get(name, 0) for line in lines)
+            metric = metric_of(name)
+            assert metric is not None, f"{name} is in the table of metrics"
+            where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]}"
+            found.append(f"{name} {total:g} ({where}): {metric.meaning}")
+    if any("rollout/num_replaced" in line for line in lines):
+        tracks = {}
+        for event in read_timeline(run / "timeline.json"):
+            if event["name"] == "thread_name":
+                tracks[event["tid"]] = event["args"]["name"]
+            elif event["name"] == "replace":
+                took_s = event["dur"] / 1e6
+                reason = event["args"].get("reason")
+                found.append(f"{tracks[event['tid']]} was replaced in {took_s:.1f} s: {reason}")
+    heads = [line["step"] for line in read_lines(run / LEDGER) if "versions" in line]
+    found += [
+        f"resumed after step {step} with another configuration, code or packages"
+        for step in heads[1:]
+    ]
+    for file in sorted(run.glob("error*.txt")):
+        story = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        found.append(f"{file.name}: {story[-1] if story else 'empty'}")
+    return found
+
+
+def _logged(run: Path) -> list[int]:
+    """Return the steps whose rollouts are logged, ascending."""
+    files = (run / "rollouts").glob("step_*.jsonl")
+    return sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
+
+
+def _embedded(run: Path, steps: Sequence[int] | None, *, served: bool) -> list[int]:
+    """Return the steps whose rollouts the page contains.
+
+    Raises ConfigError if a step is not logged.
+    """
+    logged = _logged(run)
+    if steps is not None:
+        if absent := sorted(set(steps) - set(logged)):
+            has = f"has {logged[0]} to {logged[-1]}" if logged else "has no rollouts"
+            raise ConfigError(f"step: {run} has no step {absent[0]} in rollouts/; it {has}")
+        return sorted(set(steps))
+    if served:
+        return []
+    chosen: list[int] = []
+    left = MAX_BYTES
+    for step in reversed(logged):
+        left -= step_path(run / "rollouts", step).stat().st_size
+        if left < 0:
+            break
+        chosen.insert(0, step)
+    return chosen
