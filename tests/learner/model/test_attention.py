@@ -33,6 +33,7 @@ from learner.model.attention import (
 from learner.model.packed_rows import prepare_vision_tower
 from learner.segments import EncodedPrompt, Segment
 from learner.targets import Target, TextWeights, TokenRole
+from shared.errors import ConfigError
 
 LENGTHS = (9, 4, 13)
 GRIDS = ((1, 8, 12), (1, 10, 14), (1, 8, 8))
@@ -272,6 +273,20 @@ def test_flash_attention_3_is_used_where_gpu_package_and_torch_have_it(
         monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     assert use_flash_attention_3(device) is bool(activated)
     assert found == activated
+
+
+def test_a_broken_package_of_flash_attention_3_is_named_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("import flash_attn_3._C")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: H100)
+    message = (
+        r"^model\.attention: flash_attn_interface, .* \(ModuleNotFoundError: .*'flash_attn_3'\);"
+        r" install .* or uninstall"
+    )
+    with pytest.raises(ConfigError, match=message):
+        use_flash_attention_3(CUDA)
 
 
 def test_torch_knows_the_name_of_flash_attention_3() -> None:
