@@ -98,7 +98,7 @@ def load_in_ranks(config: RunConfig, by_rows: bool) -> list[Loaded]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=1024)
     arguments = parser.parse_args()
