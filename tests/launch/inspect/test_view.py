@@ -313,6 +313,7 @@ def test_the_command_writes_a_file_or_says_what_is_wrong(tmp_path, capsys):
         ([], "needs a run folder"),
         ([str(run), "step=0"], "step: "),
         ([str(run), "port=none"], "port: "),
+        ([str(run), "port=65536"], "port: "),
     ):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -425,7 +426,7 @@ def test_a_served_page_opens_every_step_and_names_what_it_lacks(tmp_path, tab):
         tab.run("location.hash = '#run=0&step=7'")
         tab.wait_for("document.body.textContent.includes('step_000007.jsonl')")
         server.shutdown()
-    write_page(runs_of([run]), run / "report.html", [2])
+    write_page(runs_of([run]), run / "report.html", 2)
     tab.open((run / "report.html").as_uri() + "#step=3")
     tab.wait_for("document.querySelectorAll('code').length === 2")
     assert tab.texts("code")[0] == f"rollmatch view {run} step=3"
