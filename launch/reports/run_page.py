@@ -8,6 +8,7 @@ of its rollouts: a step is read when it is asked for.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
@@ -26,7 +27,6 @@ from launch.inspect.sample_pages.html import render
 from launch.reports.step_rows import as_json, step_rows
 from launch.run_folder.ledger import LEDGER
 from launch.run_folder.saved_run import read_run
-from launch.run_folder.timeline import read_timeline
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
 from shared.errors import ConfigError
@@ -64,7 +64,8 @@ def write_page(runs: Mapping[Path, RunConfig], path: Path, step: int | None = No
     try:
         replace_file(path, text)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        remedy = "free space or permit writing there, or choose another file with out="
+        raise cannot_write(path, error, remedy=remedy) from error
 
 
 def page(
@@ -218,9 +219,13 @@ def faults(run: Path, lines: Sequence[Line]) -> list[str]:
             assert metric is not None, f"{name} is in the table of metrics"
             where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]}"
             found.append(f"{name} {total:g} ({where}): {metric.meaning}")
-    if any("rollout/num_replaced" in line for line in lines):
+    timeline = run / "timeline.json"
+    if any("rollout/num_replaced" in line for line in lines) and timeline.exists():
         tracks = {}
-        for event in read_timeline(run / "timeline.json"):
+        with timeline.open("rb") as file:
+            # Only these events are parsed: the timeline of a long run has a million of them.
+            texts = [text for text in file if b'"replace"' in text or b'"thread_name"' in text]
+        for event in (json.loads(text.rstrip(b",\n")) for text in texts if text.endswith(b"\n")):
             if event["name"] == "thread_name":
                 tracks[event["tid"]] = event["args"]["name"]
             elif event["name"] == "replace":

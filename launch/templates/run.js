@@ -135,9 +135,11 @@ function chart(name) {
       });
     }
   }
-  for (const one of MAIN.includes(metricOf(name)) ? data.runs.flatMap((run) => run.findings) : []) {
-    const title = svg("title", {}, `step ${one.step}: ${one.rule}`);
-    picture.append(svg("path", { class: "finding", d: `M${X(one.step)} ${height - bottom}l-4 7h8z` }, title));
+  for (const { runs, colour } of MAIN.includes(metricOf(name)) ? settings : []) {
+    for (const one of runs.flatMap((run) => run.findings)) {
+      const title = svg("title", {}, `step ${one.step}: ${one.rule}`);
+      picture.append(svg("path", { style: `fill:${colour}`, d: `M${X(one.step)} ${height - bottom}l-4 7h8z` }, title));
+    }
   }
 
   const cursor = picture.appendChild(svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" }));
@@ -206,7 +208,7 @@ function overview() {
 
   const findings = data.runs.flatMap((run) => run.findings.map((one) => [...of(run), one.step, html("b", {}, one.rule), one.text]));
   const columns = [...runColumn, ["step", "number"], "rule", ["figure, cause, what to do", "long"]];
-  if (findings.length) section("Findings", "What the doctor says. Orange marks below the curves show their steps.", table(columns, findings));
+  if (findings.length) section("Findings", "What the doctor says. Triangles below the curves mark their steps.", table(columns, findings));
   else section("Findings", "The doctor has found no broken rule.");
   curves();
   const times = data.runs.map((run) => [...of(run), run.bounds.map(([part, count]) => `${part} ${count}`).join(", "),

@@ -280,6 +280,9 @@ def test_faults_and_repairs_are_listed(tmp_path):
     lines = [metrics_line(1), metrics_line(2) | {"rollout/num_replaced": 1}]
     trace = TraceWriter(run / "timeline.json")
     trace.write([Span("rollout-actor-1", "replace", 10.0, 12.5, {"reason": "was killed"})])
+    trace.write([Span("learner", "learn round", 12.5, 13.0)])
+    with (run / "timeline.json").open("a") as file:
+        file.write(',\n{"ph": "X", "name": "replace", "ti')  # the run is alive, or was killed
     (run / "ledger.jsonl").write_text(lines_of(*({"step": n, "versions": {}} for n in (0, 2))))
     (run / "error_1.txt").write_text("Traceback\n  line\nLostLearnerError: gone\n\n")
     found = faults(run, lines)
