@@ -222,9 +222,9 @@ def faults(run: Path, lines: Sequence[Line]) -> list[str]:
     timeline = run / "timeline.json"
     if any("rollout/num_replaced" in line for line in lines) and timeline.exists():
         tracks = {}
-        with timeline.open("rb") as file:
+        with timeline.open("rb") as trace:
             # Only these events are parsed: the timeline of a long run has a million of them.
-            texts = [text for text in file if b'"replace"' in text or b'"thread_name"' in text]
+            texts = [text for text in trace if b'"replace"' in text or b'"thread_name"' in text]
         for event in (json.loads(text.rstrip(b",\n")) for text in texts if text.endswith(b"\n")):
             if event["name"] == "thread_name":
                 tracks[event["tid"]] = event["args"]["name"]
