@@ -557,7 +557,7 @@ def _memory(
 def _smaller_host(config: RunConfig, host: Estimate) -> tuple[str, str]:
     """Return the key to change if the learner ranks need so much host memory, and how."""
     if LOADED in host.parts:
-        if config.learner.world_size > 1:
+        if config.learner.world_size > 1 and not config.learner.is_sharded:
             remedy = "lower it, or join a cluster of more nodes with cluster.address"
             return "learner.world_size", f"each rank loads the whole model; {remedy}"
         return "model.path", "choose a smaller model, or a machine with more memory"

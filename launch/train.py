@@ -194,7 +194,7 @@ def run(config: RunConfig, console: Console) -> None:
         checkpoints = Checkpoints(config, learner, telemetry, point)
         if point is not None:
             telemetry.go_on(point)
-        with checkpoints.saved_at_an_early_end():
+        with telemetry.exported(), checkpoints.saved_at_an_early_end():
             train(learner, rollouts, schedule, queue, telemetry, checkpoints, point)
     if (improvement := telemetry.improvement()) is not None:
         effort = f"B steps: {schedule.num_b_steps}, wall: {time.monotonic() - started_s:.0f} s"

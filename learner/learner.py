@@ -37,7 +37,7 @@ from learner.checks import LogprobTolerance
 from learner.collate import PackedRow
 from learner.model.attention import use_flash_attention_3
 from learner.model.loading import DTYPES
-from learner.model.optimizer import Optimizer, update_metrics
+from learner.model.optimizer import Optimizer, update_metrics, whole_tensor
 from learner.model.packed_rows import check_packed_rows
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel, load_reference
@@ -360,19 +360,29 @@ class Learner:
         state.random.restore(self.loaded.device)
 
     def _fingerprints(self) -> dict[str, str]:
-        """Return values that a resumed run must share, by the configuration key that sets them."""
+        """Return values that a resumed run must share, by the configuration key that sets them.
+
+        The first call is a collective.
+        """
         # Digests of the data and of the frozen weights, and the number of threads, because sums
         # are split by threads.
         if not self._fingerprints_of_start:
             parameters = [*self.loaded.model.parameters()]
             if self.reference is not None and self.reference.copy is not None:
                 parameters += self.reference.copy.parameters()
-            frozen = (parameter for parameter in parameters if not parameter.requires_grad)
-            self._fingerprints_of_start = {
-                **self.algorithm.fingerprints(),
-                "model.path": f"{checksum(frozen):x}",
-                "learner.cpu_threads": str(torch.get_num_threads()),
-            }
+            # Whole and, but for packed ones, in float32: the same for all numbers of shards.
+            frozen = (
+                whole.float() if whole.is_floating_point() else whole
+                for whole in (
+                    whole_tensor(one.detach()) for one in parameters if not one.requires_grad
+                )
+            )
+            with self._ranks.of_phase("fingerprints"):
+                self._fingerprints_of_start = {
+                    **self.algorithm.fingerprints(),
+                    "model.path": f"{checksum(frozen):x}",
+                    "learner.cpu_threads": str(torch.get_num_threads()),
+                }
         return self._fingerprints_of_start
 
     def stop(self) -> None:

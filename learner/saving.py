@@ -130,12 +130,8 @@ class Saving:
         state = RankState.load(checkpoint, self._ranks.rank)
         shards = self._ranks.shards
         tensors, are_as_saved = load_tensors(checkpoint, shards.rank, shards.world_size)
-        # Digests of weights are of a rank's own shards.
-        of_weights = set() if are_as_saved else {"model.path"}
         changed = sorted(
-            key
-            for key, value in state.fingerprints.items()
-            if fingerprints.get(key) != value and key not in of_weights
+            key for key, value in state.fingerprints.items() if fingerprints.get(key) != value
         )
         if refused := [key for key in changed if key not in allow]:
             raise ConfigError(

@@ -30,7 +30,7 @@ LEAST_8BIT = 4096
 _EMBEDDINGS = ("embed_tokens", "pos_embed")
 """Modules whose optimizer moments bitsandbytes keeps in 32 bits."""
 MOMENT = "temporary tensors of a backward"
-LOADED = "whole models"
+LOADED = "loaded weights"
 """Part of the host memory that learner ranks need while they load."""
 
 
@@ -91,12 +91,13 @@ def learner_estimate(
 def host_estimate(run: RunSizes, num_ranks: int) -> Estimate:
     """Estimate the host memory of a machine with this number of learner ranks on GPUs.
 
-    It is the larger of two needs: each rank loads the whole model into host memory, with fsdp in
-    float32; later the ranks offload, and rank 0 gathers shards there for a checkpoint.
+    It is the larger of two needs: each rank loads the model into host memory, with fsdp only its
+    shard, in float32; later the ranks offload, and rank 0 gathers shards there for a checkpoint.
     """
     plural = "" if num_ranks == 1 else "s"
     what = f"host memory of {num_ranks} learner rank{plural}"
-    loading = {LOADED: num_ranks * run.shape.num_parameters * run.weight_size}
+    of_rank = run.shape.num_parameters * run.weight_size // run.learner.num_shards
+    loading = {LOADED: num_ranks * of_rank}
     learning = {name: num_ranks * size for name, size in _offloaded_parts(run).items()}
     if run.learner.is_sharded:
         learning["weights gathered for a checkpoint"] = run.shape.num_parameters * run.size

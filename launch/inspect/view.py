@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from launch.cli import EXPLAINED, explained, read_arguments, read_words
 from launch.inspect.show_sample import ShowOptions, show_sample
@@ -40,7 +41,7 @@ class ViewOptions(Section):
     out: ConfigPath | None = None
     """HTML file to write; null: `report.html` in the folder, of several `compared.html` in the
     first."""
-    port: PositiveInt | None = None
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on this machine to serve the page at, instead of writing it."""
 
 
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError("port: serves every step and writes no file; remove step and out")
         if options.port is None:
             path = options.out or paths[0] / (PAGE if len(paths) == 1 else COMPARED)
-            write_page(runs, path, None if options.step is None else [options.step])
+            write_page(runs, path, options.step)
             print(escaped(str(path)))
             return
         with server_of(runs, options.port) as server:

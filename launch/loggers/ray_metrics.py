@@ -39,12 +39,14 @@ PHASES = {
 REPEAT_S = 1.0
 """Seconds until every value is set again. Ray forgets a value that is not set for two export
 intervals (by default 20 s), and steps and held-out reports may be longer apart."""
+END_S = 10.0
+"""Limit in seconds for the last repetition, which takes milliseconds, to end."""
 HELD_OUT = "val/"
 """Prefix of the figures of a held-out report; the tag `figure` has the rest of the name."""
 
 
 class RayMetrics:
-    """Exports the metrics of the last finished step through Ray, until it is closed.
+    """Exports the metrics of the last finished step through Ray, until its `with` block ends.
 
     A metric keeps its value in steps that do not have it, such as the match rate on channel A.
     """
@@ -70,11 +72,16 @@ class RayMetrics:
         self._values: dict[tuple[Gauge, str, str], float] = {}
         """By gauge, name and value of its further tag (empty without one), the last value."""
         self._is_closed = threading.Event()
-        threading.Thread(target=self._repeat, name="ray-metrics", daemon=True).start()
+        self._thread = threading.Thread(target=self._repeat, name="ray-metrics", daemon=True)
 
-    def close(self) -> None:
-        """Let Ray forget the values."""
+    def __enter__(self) -> RayMetrics:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let Ray forget the values. No value is set after this returns, because Ray may end."""
         self._is_closed.set()
+        self._thread.join(END_S)
 
     def synced(self, weight_version: int) -> None:
         self._set(self._version, weight_version)
@@ -106,5 +113,5 @@ class RayMetrics:
 
     def _repeat(self) -> None:
         while not self._is_closed.wait(REPEAT_S):
-            for (gauge, tag, kind), value in list(self._values.items()):
+            for (gauge, tag, kind), value in self._values.copy().items():
                 gauge.set(value, tags={tag: kind} if tag else {})

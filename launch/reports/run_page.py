@@ -8,10 +8,12 @@ of its rollouts: a step is read when it is asked for.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,12 +27,11 @@ from launch.inspect.sample_pages.html import render
 from launch.reports.step_rows import as_json, step_rows
 from launch.run_folder.ledger import LEDGER
 from launch.run_folder.saved_run import read_run
-from launch.run_folder.timeline import read_timeline
 from learner.rollout_logs.writer import step_path
 from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.metrics import metric_of
-from shared.run_files import read_lines, read_steps, replace_file
+from shared.run_files import cannot_write, read_lines, read_steps, replace_file
 
 PAGE = "report.html"
 """Name of the page in a run's folder."""
@@ -50,23 +51,27 @@ FAULTS = (
 Line = Mapping[str, Any]
 
 
-def write_page(
-    runs: Mapping[Path, RunConfig], path: Path, steps: Sequence[int] | None = None
-) -> None:
+def write_page(runs: Mapping[Path, RunConfig], path: Path, step: int | None = None) -> None:
     """Write the page of runs, given by folder, to `path`.
 
     Args:
-        steps: the steps whose rollouts the page contains; None: the newest (`MAX_BYTES`).
+        step: the step whose rollouts the page contains; None: the newest steps (`MAX_BYTES`).
 
-    Raises OSError, ConfigError if a run has no log of a step, and RecordError for a damaged line.
+    Raises StorageError if `path` cannot be written, OSError if a run's file cannot be read,
+    ConfigError if a run has no log of the step, and RecordError for a damaged line.
     """
-    replace_file(path, page(runs, path.parent, steps))
+    text = page(runs, path.parent, step)
+    try:
+        replace_file(path, text)
+    except OSError as error:
+        remedy = "free space or permit writing there, or choose another file with out="
+        raise cannot_write(path, error, remedy=remedy) from error
 
 
 def page(
     runs: Mapping[Path, RunConfig],
     where: Path,
-    steps: Sequence[int] | None = None,
+    step: int | None = None,
     *,
     served: bool = False,
 ) -> str:
@@ -85,22 +90,25 @@ def page(
         names = [run.resolve().name for run in runs]
     # Runs that differ only in their seed are one setting, and are drawn as a band.
     settings = [[values[n] for key, values in changes if key != SEED] for n in range(len(runs))]
+    shown_runs = [
+        {
+            "name": names[n],
+            "setting": settings.index(settings[n]),
+            "link": str(n) if served else quote(os.path.relpath(run, where)),
+            **_run_data(run, config, metrics[n], width),
+        }
+        for n, (run, config) in enumerate(runs.items())
+    ]
+    curve_names = {name for run in shown_runs for name in (*run["curves"], *run["heldOut"])}
+    known = {name: metric_of(name) for name in (name.split(",")[0] for name in curve_names)}
     data = {
         "served": served,
         "width": width,
-        "meanings": _meanings(metrics),
-        "runs": [
-            {
-                "name": names[n],
-                "setting": settings.index(settings[n]),
-                "link": str(n) if served else quote(os.path.relpath(run, where)),
-                **_run_data(run, config, metrics[n], width),
-            }
-            for n, (run, config) in enumerate(runs.items())
-        ],
+        "meanings": {name: metric.meaning for name, metric in known.items() if metric is not None},
+        "runs": shown_runs,
         "changes": changes,
         "rollouts": [
-            {step: step_rows(run, step, config) for step in _embedded(run, steps, served=served)}
+            {one: step_rows(run, one, config) for one in _embedded(run, step, served=served)}
             for run, config in runs.items()
         ],
     }
@@ -125,7 +133,7 @@ def changed_keys(runs: Sequence[Path]) -> list[tuple[str, list[str]]]:
     return list(values.items())
 
 
-def _run_data(run: Path, config: RunConfig, lines: Sequence[Line], width: int) -> dict[str, object]:
+def _run_data(run: Path, config: RunConfig, lines: Sequence[Line], width: int) -> dict[str, Any]:
     reports = read_steps(run / "evaluations.jsonl")
     findings = read_findings(run)
     pages = {line["step"]: f"evaluations/step_{line['step']:06d}/report.html" for line in reports}
@@ -200,13 +208,6 @@ def _short(values: np.ndarray) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-def _meanings(metrics: Iterable[Sequence[Line]]) -> dict[str, str]:
-    """Return what each metric of these lines means, from the table of metrics."""
-    names = {name for lines in metrics for line in (*lines[:20], *lines[-20:]) for name in line}
-    known = {name: metric_of(name) for name in sorted(names)}
-    return {name: metric.meaning for name, metric in known.items() if metric is not None}
-
-
 def faults(run: Path, lines: Sequence[Line]) -> list[str]:
     """Describe the faults and repairs of a run: errors, replaced actors, skipped updates, ..."""
     found = []
@@ -218,9 +219,13 @@ def faults(run: Path, lines: Sequence[Line]) -> list[str]:
             assert metric is not None, f"{name} is in the table of metrics"
             where = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]}"
             found.append(f"{name} {total:g} ({where}): {metric.meaning}")
-    if any("rollout/num_replaced" in line for line in lines):
+    timeline = run / "timeline.json"
+    if any("rollout/num_replaced" in line for line in lines) and timeline.exists():
         tracks = {}
-        for event in read_timeline(run / "timeline.json"):
+        with timeline.open("rb") as trace:
+            # Only these events are parsed: the timeline of a long run has a million of them.
+            texts = [text for text in trace if b'"replace"' in text or b'"thread_name"' in text]
+        for event in (json.loads(text.rstrip(b",\n")) for text in texts if text.endswith(b"\n")):
             if event["name"] == "thread_name":
                 tracks[event["tid"]] = event["args"]["name"]
             elif event["name"] == "replace":
@@ -244,24 +249,19 @@ def _logged(run: Path) -> list[int]:
     return sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
 
 
-def _embedded(run: Path, steps: Sequence[int] | None, *, served: bool) -> list[int]:
+def _embedded(run: Path, step: int | None, *, served: bool) -> list[int]:
     """Return the steps whose rollouts the page contains.
 
-    Raises ConfigError if a step is not logged.
+    Raises ConfigError if `step` is not logged.
     """
     logged = _logged(run)
-    if steps is not None:
-        if absent := sorted(set(steps) - set(logged)):
+    if step is not None:
+        if step not in logged:
             has = f"has {logged[0]} to {logged[-1]}" if logged else "has no rollouts"
-            raise ConfigError(f"step: {run} has no step {absent[0]} in rollouts/; it {has}")
-        return sorted(set(steps))
+            raise ConfigError(f"step: {run} has no step {step} in rollouts/; it {has}")
+        return [step]
     if served:
         return []
-    chosen: list[int] = []
-    left = MAX_BYTES
-    for step in reversed(logged):
-        left -= step_path(run / "rollouts", step).stat().st_size
-        if left < 0:
-            break
-        chosen.insert(0, step)
-    return chosen
+    sizes = (step_path(run / "rollouts", one).stat().st_size for one in reversed(logged))
+    num = len(list(takewhile(lambda size: size <= MAX_BYTES, accumulate(sizes))))
+    return logged[len(logged) - num :]

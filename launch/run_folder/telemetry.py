@@ -189,26 +189,23 @@ class Telemetry:
                     self._folder.leave_to_another_start()
                 if self._timeline is not None:
                     self._timeline.complete()
-                if self._loggers is not None:  # a start that failed changes nothing
-                    self._write_page()
-            except (ConfigError, RecordError, StorageError) as unwritten:
+            except StorageError as unwritten:
                 if error is None:
                     raise
                 # Not raised, because the user has to see the error that ended the run.
                 self.warn(str(unwritten))
+            if self._loggers is not None:  # a start that failed changes nothing
+                self._write_page()
 
     def _write_page(self) -> None:
-        """Write the page of the run. Raises StorageError and the errors of `write_page`."""
+        """Write the page of the run. If that fails, warn only: the run itself is complete."""
         folder = self._folder.path
-
-        def write() -> None:
-            try:
-                write_page({folder: self._config}, folder / PAGE)
-            except OSError as error:
-                raise cannot_write(folder / PAGE, error) from error
-
-        self.patience(write)
-        self.note(f"report    {folder / PAGE}")
+        try:
+            write_page({folder: self._config}, folder / PAGE)
+        except (ConfigError, OSError, RecordError, StorageError) as error:
+            self.warn(f"{error}; then write the page with `rollmatch view {folder}`")
+        else:
+            self.note(f"report    {folder / PAGE}")
 
     def _keep(self, error: Exception) -> None:
         """Save the error with its traceback in a file, or else print it."""
@@ -236,10 +233,6 @@ class Telemetry:
         """
         self._plans.placed(algebra, engines)
         self._devices = algebra.engine_devices
-        if self._config.telemetry.ray_metrics and self._config.cluster.kind == "ray":
-            section = self._config.telemetry
-            self._ray_metrics = RayMetrics(section.name, trial_of(section.run_dir))
-            self._ends.callback(self._ray_metrics.close)
         folder = self._folder.path
         write_run_file(folder / "batch_algebra.txt", "\n".join(algebra.describe()) + "\n")
         placement = {
@@ -253,6 +246,16 @@ class Telemetry:
             "examples": None if examples is None else asdict(examples),
         }
         write_run_file(folder / "placement.json", json.dumps(placement) + "\n")
+
+    @contextmanager
+    def exported(self) -> Iterator[None]:
+        """Export metrics through Ray in the `with` block, in which Ray must be connected."""
+        section = self._config.telemetry
+        if not (section.ray_metrics and self._config.cluster.kind == "ray"):
+            yield
+            return
+        with RayMetrics(section.name, trial_of(section.run_dir)) as self._ray_metrics:
+            yield
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[StepRecord]:

@@ -5,12 +5,10 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const view = document.getElementById("view");
 const tip = document.getElementById("tip");
 const COLOURS = ["#256eeb", "#d65a0a", "#169650", "#8250dc", "#008ca0", "#dc326e", "#788c00", "#5c6675"];
-const PARTS = ["generation", "learning", "sync", "straggler", "data", "ranks", "driver"]; // of a step's time, by colour
 const MAIN = ["loss/total", "rollout/reward", "rollout/match_rate", "val/f1", "val/reward", "rollout/no_signal_share",
   "rollout/length", "policy/entropy", "optim/grad_norm", "time/step_s"];
 const HELD_OUT = { "rollout/reward": "val/reward", "rollout/match_rate": "val/f1" }; // drawn as circles on the first
 const FIGURES = { position: "position", reward: "reward", spread: "spread of reward", match: "match rate", tokens: "length", dropped: "dropped" };
-const MAX_ROWS = 400;
 
 function make(space, tag, attributes, children) {
   const node = document.createElementNS(space, tag);
@@ -44,10 +42,6 @@ function short(value) {
   if (value !== 0 && (size >= 1e6 || size < 1e-4)) return value.toExponential(2).replace("e+", "e");
   return String(Number(value.toPrecision(4)));
 }
-function duration(seconds) {
-  if (seconds < 120) return `${seconds.toFixed(0)} s`;
-  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
 const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
 const spread = (values) => Math.sqrt(mean(values.map((one) => (one - mean(values)) ** 2)));
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
@@ -68,8 +62,8 @@ function address(changes, from = new URLSearchParams()) {
 
 const settings = [...new Set(data.runs.map((run) => run.setting))].map((first, index) => {
   const runs = data.runs.filter((run) => run.setting === first);
-  const changed = data.changes.filter(([key]) => key !== "training.seed").slice(0, 3);
-  const differs = changed.map(([key, values]) => `${key.split(".").pop()} ${values[first]}`).join(", ");
+  const changed = data.changes.filter(([key]) => key !== "training.seed");
+  const differs = changed.length > 3 ? "" : changed.map(([key, values]) => `${key.split(".").pop()} ${values[first]}`).join(", ");
   const seeds = runs.length > 1 ? ` (${runs.length} seeds)` : "";
   return { runs, name: (differs || runs[0].name) + seeds, colour: COLOURS[index % COLOURS.length] };
 });
@@ -141,9 +135,11 @@ function chart(name) {
       });
     }
   }
-  for (const one of MAIN.includes(metricOf(name)) ? data.runs.flatMap((run) => run.findings) : []) {
-    const title = svg("title", {}, `step ${one.step}: ${one.rule}`);
-    picture.append(svg("path", { class: "finding", d: `M${X(one.step)} ${height - bottom}l-4 7h8z` }, title));
+  for (const { runs, colour } of MAIN.includes(metricOf(name)) ? settings : []) {
+    for (const one of runs.flatMap((run) => run.findings)) {
+      const title = svg("title", {}, `step ${one.step}: ${one.rule}`);
+      picture.append(svg("path", { style: `fill:${colour}`, d: `M${X(one.step)} ${height - bottom}l-4 7h8z` }, title));
+    }
   }
 
   const cursor = picture.appendChild(svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" }));
@@ -193,9 +189,11 @@ function curves() {
     details.addEventListener("toggle", () => details.append(charts(own)), { once: true });
     return details;
   });
-  const note = data.width > 1 ? `Means of ${data.width} steps, and their least and largest values.` : "";
+  const means = [data.width > 1 ? `${data.width} steps` : null, settings.length < data.runs.length ? "several seeds" : null];
+  const of = means.filter((one) => one !== null).join(" and ");
+  const note = of ? `Means of ${of}, and their least and largest values.` : "";
   if (names.length === 0) section("Curves", "No step has ended yet.");
-  else section("Curves", `${note} Several seeds: mean, least and largest. Click for a step.`, key, charts(main), folded);
+  else section("Curves", `${note} Click for a step.`, key, charts(main), folded);
 }
 
 // The overview
@@ -204,23 +202,18 @@ function overview() {
   const several = data.runs.length > 1;
   const runColumn = several ? [["run", "short"]] : [];
   const of = (run) => (several ? [named(run)] : []);
-  const heads = [["run", "short"], ["folder", "long"], "seed", ["steps", "short"], ["time", "short"], "last held-out", "findings"];
+  const heads = [["run", "short"], ["folder", "long"], "seed", ["steps", "short"], ["minutes", "short"], "last held-out", "findings"];
   section(several ? "Runs" : "Run", "", table(heads, data.runs.map((run) => [named(run), run.folder, run.seed, `${run.lastStep} of ${run.numSteps}`,
-    duration(run.seconds), run.reports.length ? `${run.headline} ${short(run.reports.at(-1).score) || "none"}` : "none", run.findings.length])));
+    short(run.seconds / 60), run.reports.length ? `${run.headline} ${short(run.reports.at(-1).score) || "none"}` : "none", run.findings.length])));
 
   const findings = data.runs.flatMap((run) => run.findings.map((one) => [...of(run), one.step, html("b", {}, one.rule), one.text]));
   const columns = [...runColumn, ["step", "number"], "rule", ["figure, cause, what to do", "long"]];
-  if (findings.length) section("Findings", "What the doctor says. Orange marks below the curves show their steps.", table(columns, findings));
+  if (findings.length) section("Findings", "What the doctor says. Triangles below the curves mark their steps.", table(columns, findings));
   else section("Findings", "The doctor has found no broken rule.");
   curves();
-  section("Time", "Which part bounded how many steps, and the last verdict.", data.runs.map((run) => [
-    several ? html("h3", {}, named(run)) : null,
-    html("div", { class: "bounds" }, run.bounds.map(([part, count]) => {
-      const style = `flex:${count};background:${COLOURS.at(PARTS.indexOf(part))}`;
-      return html("div", { style, title: `${part}: ${count} steps` }, `${part} ${count}`);
-    })),
-    html("p", {}, run.verdict ?? "No verdict yet: it is made every 20 steps and at the end."),
-  ]));
+  const times = data.runs.map((run) => [...of(run), run.bounds.map(([part, count]) => `${part} ${count}`).join(", "),
+    run.verdict ?? "None yet: it is made every 20 steps and at the end."]);
+  section("Time", "", table([...runColumn, "bounded how many steps", ["last verdict", "long"]], times));
   const steps = [...new Set(data.runs.flatMap((run) => run.reports.map((report) => report.step)))].sort((a, b) => a - b);
   const held = ["after step", ...data.runs.map((run) => `${several ? `${run.name}: ` : ""}${run.headline ?? "none"}`)];
   if (steps.length) section("Held-out reports", "", table(held, steps.map((step) => [step, ...data.runs.map((run) => {
@@ -278,13 +271,6 @@ function counted(values) {
   return groups.map(([value, own]) => (own.length > 1 ? `${value} ${own.length}` : value)).join(", ");
 }
 
-function dots(group, low, high) {
-  const x = (value) => 6 + 108 * (high > low ? (value - low) / (high - low) : 0.5);
-  const circles = group.rows.filter((row) => row.reward !== undefined).map((row) => (
-    svg("circle", { cx: x(row.reward), cy: 8, r: 4 }, svg("title", {}, `position ${row.position}: ${short(row.reward)}`))));
-  return svg("svg", { class: "dots", width: 120, height: 16 }, svg("line", { x1: 6, x2: 114, y1: 8, y2: 8 }), circles);
-}
-
 function controls(groups, figures, sort, state) {
   const change = (event) => { location.hash = address({ [event.target.name]: event.target.value }, params()); };
   const input = (name, label, type = "text") => (
@@ -318,8 +304,6 @@ function stepView(rows, state) {
   const key = (group) => (group[sort] === undefined ? Infinity : sign * group[sort]); // groups without the figure come last
   kept.sort((a, b) => (key(a) === key(b) ? a.position - b.position : key(a) - key(b)));
 
-  const rewards = rows.map((row) => row.reward).filter((value) => value !== undefined);
-  const [low, high] = [least(rewards), largest(rewards)];
   const isGrouped = groups.some((group) => group.rows.length > 1);
   const link = (group) => html("a", { href: address({ group: group.number }, params()) }, group.name);
   const columns = [
@@ -329,7 +313,6 @@ function stepView(rows, state) {
     ["rollouts", "number", (group) => group.rows.length, isGrouped],
     ["reward", "number", (group) => short(group.reward), figures.includes("reward")],
     ["spread", "number", (group) => short(group.spread), figures.includes("spread")],
-    ["", "short", (group) => dots(group, low, high), figures.includes("spread")],
     ["match rate", "number", (group) => short(group.match), figures.includes("match")],
     ["length", "number", (group) => short(group.tokens), figures.includes("tokens")],
     ["dropped", "long", (group) => counted(group.reasons), figures.includes("dropped")],
@@ -337,9 +320,8 @@ function stepView(rows, state) {
     [isGrouped ? "first answer" : "answer", "long", (group) => (group.rows[0].answer ?? "").slice(0, 90), rows.some((row) => row.answer)],
     ["ground truth", "long", (group) => group.rows[0].truth, !rows.some((row) => row.answer) && rows.some((row) => row.truth)],
   ].filter(([, , , isShown]) => isShown);
-  const cells = kept.slice(0, MAX_ROWS).map((group) => columns.map(([, , cell]) => cell(group)));
-  const note = kept.length > MAX_ROWS ? `The first ${MAX_ROWS} are shown.` : "";
-  section(`${kept.length} of ${groups.length} ${isGrouped ? "groups" : "samples"}`, note, table(columns, cells, "groups"));
+  const cells = kept.map((group) => columns.map(([, , cell]) => cell(group)));
+  section(`${kept.length} of ${groups.length} ${isGrouped ? "groups" : "samples"}`, "", table(columns, cells, "groups"));
 }
 
 function samplePage(run, step, row) {

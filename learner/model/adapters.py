@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from learner.model.optimizer import local_part, whole_tensor
 from learner.model.parts import target_problem
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError
@@ -107,6 +107,19 @@ def apply_adapter(
             # The same number type as for adapters of unquantized weights.
             for matrix in (layer.lora_A[NAME], layer.lora_B[NAME]):
                 matrix.to(layer.base_layer.compute_dtype)
+
+
+def compute_magnitudes(model: nn.Module) -> None:
+    """Compute DoRA's initial magnitudes from the weights of `model`, as peft does.
+
+    It is needed if the weights had no values when the adapter was added.
+    """
+    for layer in adapted_layers(model).values():
+        if NAME in layer.lora_magnitude_vector:
+            # The norm of a row: a rank needs only its rows.
+            rows = local_part(layer.base_layer.weight.detach())
+            norms = torch.linalg.norm(rows, dim=1)
+            local_part(layer.lora_magnitude_vector[NAME].weight.detach()).copy_(norms)
 
 
 def quantize_layers(
@@ -217,8 +230,8 @@ def merged_embedding(layer: TrainableTokensLayer) -> torch.Tensor:
     The layer is not changed. If the model is sharded, this is a collective.
     """
     with torch.no_grad():
-        weight = _whole(layer.base_layer.weight)
-        rows = _whole(layer.trainable_tokens_delta[NAME]).to(weight.dtype)
+        weight = whole_tensor(layer.base_layer.weight)
+        rows = whole_tensor(layer.trainable_tokens_delta[NAME]).to(weight.dtype)
         at = torch.tensor(layer.token_indices[NAME], device=weight.device)
         return weight.index_copy(0, at, rows)
 
@@ -252,15 +265,10 @@ def adapter_files(model: PreTrainedModel) -> AdapterFiles | None:
     state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     # peft's file format has the prefix of peft's wrapper, which this model does not have.
     tensors = {
-        f"base_model.model.{name}": _whole(tensor).detach().contiguous().cpu()
+        f"base_model.model.{name}": whole_tensor(tensor).detach().contiguous().cpu()
         for name, tensor in state.items()
     }
     config = replace(model.peft_config[NAME], inference_mode=True).to_dict()
     # `default=sorted` turns sets into lists, because JSON has no sets
     text = json.dumps(config, sort_keys=True, default=sorted)
     return AdapterFiles(safetensors.torch.save(tensors), text)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. If this rank holds a shard of it, this is a collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

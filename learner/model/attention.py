@@ -41,6 +41,9 @@ SEGMENT_ATTENTION = "rollmatch_flash"
 The word "flash" in it makes vision towers pass all images in one call with their borders.
 """
 
+FLASH_ATTENTION_3 = "flash_attn_interface"
+"""The package of FlashAttention 3."""
+
 
 class SharedKeys(NamedTuple):
     """The keys of a packed row whose segments share tokens: those of each segment, in order."""
@@ -317,15 +320,23 @@ def use_flash_attention_3(device: torch.device) -> bool:
     """Let torch's flash kernels in this process be FlashAttention 3, if `device` supports it.
 
     It needs a GPU of compute capability 9, the package `flash_attn_interface`, and a torch that
-    accepts it. Return whether it is used. Not tested on a GPU.
+    accepts it. Return whether it is used. Raises ConfigError if the package is there, but cannot be
+    loaded. Not tested on a GPU.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     # torch 2.11 may lack it.
     activate = vars(torch.nn.attention).get("activate_flash_attention_impl")
-    if activate is None or find_spec("flash_attn_interface") is None:
+    if activate is None or find_spec(FLASH_ATTENTION_3) is None:
         return False
-    activate("FA3")
+    try:
+        activate("FA3")
+    except Exception as error:  # importing a package may raise any
+        raise ConfigError(
+            f"model.attention: {FLASH_ATTENTION_3}, which auto uses on this GPU, cannot be loaded"
+            f" ({type(error).__name__}: {error}); install its version for torch"
+            f" {torch.__version__}, or uninstall it: torch's own kernel is then used"
+        ) from error
     return True
 
 

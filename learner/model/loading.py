@@ -6,8 +6,9 @@ import difflib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,26 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -103,6 +113,10 @@ class LoadedModel(LoadedTokens):
     """int64 [1000]: the token id of each coordinate bin; int64 [0] without coordinate tokens."""
     fresh_tokens: FreshTokens | None
     """Token ids that an adapter on this run's checkpoints must train; None if there are none."""
+    rows: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    """This rank's rows of each parameter that was read by rows, and is therefore empty itself.
+
+    `ShardedModel` takes them out."""
 
     @property
     def is_text(self) -> bool:
@@ -286,11 +300,17 @@ def _require_ids_as_written(path: Path, tokenizer: PreTrainedTokenizerBase) -> N
             )
 
 
-def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
+def load_model(
+    config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None
+) -> LoadedModel:
     """Load the checkpoint `model.path` on `device` for training, as the run configures it.
 
     Frozen parameters do not require a gradient. Set torch's seed and thread count for this process.
     Raises ConfigError if the checkpoint cannot be read or trained.
+
+    Args:
+        mesh: the ranks among which the model will be sharded. This rank reads only its rows of each
+            weight, in float32 (`LoadedModel.rows`). None loads the whole model.
     """
     tokens = load_tokens(config)
     path = Path(config.model.path)
@@ -305,9 +325,29 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
     # not left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     attention, is_by_segments = _attention(config.model.attention, path)
-    # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
-    dtype = torch.float32 if config.learner.is_sharded else DTYPES[config.model.dtype]
-    model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
+    beside = config.tokens_beside_adapter
+    rows: dict[nn.Parameter, torch.Tensor] = {}
+    if mesh is None:
+        dtype = DTYPES[config.model.dtype]
+        model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
+    else:
+        # First only the headers, so that all ranks report the same problems, with whole shapes.
+        empty, _ = load_complete(path, device_map={"": "meta"})
+        whole = _compared_weights(empty)
+        if beside is not None:
+            # An adapter for tokens starts with their rows.
+            embeddings = (empty.get_input_embeddings(), empty.get_output_embeddings())
+            whole |= {
+                name
+                for name, one in empty.named_parameters(remove_duplicate=False)
+                if any(one is embedding.weight for embedding in embeddings)
+            }
+        reading = partial(_reading_rows, mesh=mesh, whole=whole)
+        # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
+        model, _ = load_complete(
+            path, change=reading, dtype=torch.float32, attn_implementation=attention
+        )
+        rows = _take_rows(model)
     if config.model.is_quantized:
         # From host memory, which holds the whole unquantized model.
         quantize_layers(model, config.adapted_parts, device)
@@ -321,7 +361,6 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
 
         keep_segments_apart(model)
     if config.model.adapter is not None:
-        beside = config.tokens_beside_adapter
         apply_adapter(
             model,
             config.model.adapter,
@@ -355,7 +394,109 @@ def load_model(config: RunConfig, device: torch.device) -> LoadedModel:
         device=device,
         coord_ids_C=torch.tensor(tokens.codec.coord_ids, dtype=torch.int64, device=device),
         fresh_tokens=fresh,
+        rows=rows,
     )
+
+
+def _compared_weights(empty: PreTrainedModel) -> set[str]:
+    """Return the names of weights that are tied only if files hold equal values for both.
+
+    `empty` was loaded on the meta device, where transformers leaves these apart.
+    """
+    pairs = empty.all_tied_weights_keys.items()
+    apart = (pair for pair in pairs if len({*map(empty.get_parameter, pair)}) > 1)
+    return {name for pair in apart for name in pair}
+
+
+def _reading_rows(
+    kind: type[PreTrainedModel], *, mesh: DeviceMesh, whole: Collection[str]
+) -> type[PreTrainedModel]:
+    """Return a subclass of `kind` of whose weights `from_pretrained` reads only this rank's rows.
+
+    Its parameters are DTensors, of which transformers reads the local part. The other weights are
+    read whole: those with the names `whole`, those with fewer rows than ranks, and all of a model
+    whose files are converted in a way that mixes rows.
+    """
+
+    def initialize(self: Any, *arguments: Any, **options: Any) -> None:
+        kind.__init__(self, *arguments, **options)
+        conversions = get_model_conversion_mapping(self)
+        converters = [one for one in conversions if isinstance(one, WeightConverter)]
+        if not all(_keeps_rows(one) for converter in converters for one in converter.operations):
+            return
+
+        def of_rank(name: str, parameter: nn.Parameter) -> nn.Parameter:
+            parts = parameter.chunk(mesh.size()) if parameter.ndim else ()
+            if len(parts) < mesh.size() or name in whole:
+                return parameter
+            own = parts[mesh.get_local_rank()]
+            shape, stride = parameter.shape, parameter.stride()
+            return nn.Parameter(
+                DTensor.from_local(
+                    own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                )
+            )
+
+        exchange_parameters(self, of_rank)
+
+    def get_parameter(self: Any, target: str) -> torch.Tensor:
+        found: torch.Tensor = kind.get_parameter(self, target)
+        # With this shape, transformers decides whether files hold experts transposed.
+        return found.to_local() if isinstance(found, DTensor) and found.ndim == 3 else found
+
+    members = {
+        "__module__": kind.__module__,
+        "__init__": initialize,
+        "get_parameter": get_parameter,
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _keeps_rows(operation: ConversionOps) -> bool:
+    """Return whether a conversion of files' tensors can be computed for a part of the rows."""
+    match operation:
+        case MergeModulelist():  # experts, of which transformers reads those that are its rows
+            return operation.dim == 0
+        case Concatenate():
+            return operation.dim > 0
+        case Transpose():
+            return operation.dim0 > 0 and operation.dim1 > 0
+    return False
+
+
+def _take_rows(model: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+    """Replace each DTensor of `model` by zeros of the whole shape, which need no memory.
+
+    Return the DTensor's local part for each of these new parameters.
+    """
+    rows = {}
+
+    def without_values(_name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        # Not on the meta device: peft computes with weights when it adds an adapter.
+        zero = torch.zeros((), dtype=parameter.dtype)
+        empty = nn.Parameter(zero.expand(parameter.shape))
+        rows[empty] = parameter.to_local().detach()
+        return empty
+
+    exchange_parameters(model, without_values)
+    return rows
+
+
+def exchange_parameters(
+    model: nn.Module, exchange: Callable[[str, nn.Parameter], nn.Parameter]
+) -> None:
+    """Replace each parameter of `model` by what `exchange` returns for its name and itself.
+
+    Tied parameters stay tied: they are exchanged once, under their first name.
+    """
+    exchanged: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        if parameter not in exchanged:
+            exchanged[parameter] = exchange(name, parameter)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, exchanged[parameter])
 
 
 def _keep_activations(model: PreTrainedModel, section: ModelSection) -> None:
@@ -415,7 +556,11 @@ def _require_shareable(attention: str, path: Path) -> None:
 
 
 def load_complete(
-    folder: Path, *, key: str = "model.path", **options: Any
+    folder: Path,
+    *,
+    key: str = "model.path",
+    change: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] | None = None,
+    **options: Any,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """Load a checkpoint's model with transformers, and check that its files hold all weights.
 
@@ -424,6 +569,7 @@ def load_complete(
 
     Args:
         key: the configuration key that names `folder`.
+        change: returns the class to load, from transformers' class; the model gets the latter.
         options: options of `from_pretrained`. With `device_map={"": "meta"}` only the files'
             headers are read.
 
@@ -435,11 +581,15 @@ def load_complete(
             `key`.
     """
     try:
-        is_text = "vision_config" not in AutoConfig.from_pretrained(folder).sub_configs
-        kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        config = AutoConfig.from_pretrained(folder)
+        is_text = "vision_config" not in config.sub_configs
+        kinds = MODEL_FOR_CAUSAL_LM_MAPPING if is_text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        kind = kinds[type(config)]
         # Different shapes are reported below, together with missing tensors.
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, found = kind.from_pretrained(folder, **options)
+        changed = kind if change is None else change(kind)
+        model, found = changed.from_pretrained(folder, config=config, **options)
+        model.__class__ = kind
     # RuntimeError: a tensor cannot be converted to the model's layout.
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise _cannot_load(folder, error, key) from error

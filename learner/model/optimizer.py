@@ -473,6 +473,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor. If this rank holds a shard of it, this is a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def learning_rate_at(step: int, config: TrainingSection, peak: float) -> float:
     """Return the learning rate of a step: linear warm-up to `peak`, then the configured schedule.
 

@@ -15,22 +15,24 @@ checkpoint, `state_dict` gathers them in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from learner.model.adapters import without_adapter
+from learner.model.adapters import compute_magnitudes, without_adapter
 from learner.model.checkpoint import CheckpointWeights, WeightSource
-from learner.model.loading import DTYPES, LoadedModel, load_model
-from learner.model.optimizer import local_part
+from learner.model.loading import DTYPES, LoadedModel, exchange_parameters, load_model
+from learner.model.optimizer import local_part, whole_tensor
 from learner.model.ranks import Ranks
 from learner.packing import Row, moves_to_equal
 from learner.run_state import row_as_bytes, row_from_bytes
@@ -132,6 +134,7 @@ class ShardedModel(Parallel):
         device: torch.device,
         dtype: torch.dtype,
         mesh: DeviceMesh | None = None,
+        rows: dict[nn.Parameter, torch.Tensor] | None = None,
     ) -> None:
         """Shard `model` in place and move the shards to `device`.
 
@@ -141,6 +144,8 @@ class ShardedModel(Parallel):
 
         Args:
             weights: source of the whole model's weights.
+            rows: this rank's rows of parameters without values (`LoadedModel.rows`). They are taken
+                out, so that each exists only once.
             mesh: torch's device mesh of an earlier model of these ranks; None creates one.
         """
         super().__init__(model, self, ranks)
@@ -149,6 +154,10 @@ class ShardedModel(Parallel):
         self._dtype = dtype
         self._root = _Root(model)
         self.mesh = _mesh(ranks.shards, device) if mesh is None else mesh
+        rows = {} if rows is None else rows
+        named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p in rows]
+        on_meta = {p: nn.Parameter(p.to("meta"), p.requires_grad) for p in rows}
+        exchange_parameters(model, lambda _, parameter: on_meta.get(parameter, parameter))
         # cast_forward_inputs would round the rotary embeddings, which must stay float32.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -166,6 +175,24 @@ class ShardedModel(Parallel):
             # Plain sums, because gloo does not support other reductions.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        # FSDP2 takes new parameters over at its first forward.
+        shards = {
+            parameter: nn.Parameter(
+                DTensor.from_local(
+                    # A copy, because the rows may be a view of a file.
+                    rows.pop(parameter).to(device, copy=True),
+                    self.mesh,
+                    [Shard(0)],
+                    run_check=False,
+                    shape=empty.shape,
+                    stride=empty.stride(),
+                )
+            )
+            for parameter, empty in on_meta.items()
+        }
+        of_names = {name: shards[parameter] for name, parameter in named}
+        model.load_state_dict(of_names, strict=False, assign=True)
+        compute_magnitudes(model)
 
     def forward(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         result: T = self._root(function, *arguments)
@@ -210,9 +237,7 @@ class ShardedModel(Parallel):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._ranks.of_phase("gather"):
             for name, tensor in self._source.tensors():
-                cast = tensor.to(self._dtype)
-                whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
-                yield name, whole.contiguous()
+                yield name, whole_tensor(tensor.to(self._dtype)).contiguous()
 
 
 class RowShares:
@@ -287,6 +312,8 @@ def _mesh(ranks: Ranks, device: torch.device) -> DeviceMesh:
         device.type, list(range(ranks.world_size)), _init_backend=False, _rank=ranks.rank
     )
     mesh._dim_group_names = [name]
+    # torch's own method needs the default group too.
+    mesh.get_local_rank = lambda mesh_dim=None: ranks.rank  # type: ignore[method-assign] # noqa: ARG005
     mesh._pg_registry[name] = ranks.group
     return mesh
 
@@ -299,20 +326,23 @@ def load_parallel(
     `mesh` is torch's device mesh of an earlier model, if there is one. Raises ConfigError like
     `load_model`, and LearnerError if the ranks loaded different weights.
     """
-    # A model to shard is loaded into host memory: as a whole it may not fit on the device.
-    loaded = load_model(config, torch.device("cpu") if config.learner.is_sharded else device)
-    if ranks.world_size > 1:
-        _require_same(ranks, loaded.model, _whole_checksum, ranks)
-    source = CheckpointWeights(loaded.model)
     if not config.learner.is_sharded:
-        return loaded, Parallel(loaded.model, source, ranks)
+        loaded = load_model(config, device)
+        if ranks.world_size > 1:
+            _require_same(ranks, loaded.model, _whole_checksum, ranks)
+        return loaded, Parallel(loaded.model, CheckpointWeights(loaded.model), ranks)
+    # In host memory are only weights that are read whole, until they are sharded.
+    mesh = _mesh(ranks.shards, device) if mesh is None else mesh
+    loaded = load_model(config, torch.device("cpu"), mesh)
+    _require_same_files(ranks, Path(config.model.path))
     parallel = ShardedModel(
         loaded.model,
-        source,
+        CheckpointWeights(loaded.model),
         ranks,
         device=device,
         dtype=DTYPES[config.model.dtype],
         mesh=mesh,
+        rows=loaded.rows,
     )
     return replace(loaded, device=device, coord_ids_C=loaded.coord_ids_C.to(device)), parallel
 
@@ -378,8 +408,32 @@ def _require_same(
     """
     names, parameters = zip(*model.named_parameters(), strict=True)
     numbers = [number_of(local_part(parameter.detach())) for parameter in parameters]
+    _require_equal(ranks, names, numbers, equal)
+
+
+def _require_same_files(ranks: Ranks, folder: Path) -> None:
+    """Raise LearnerError on all ranks if they read different weights from `folder`."""
+    checksums: dict[str, int] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        # Reading instead of mapping: the memory of one tensor is enough.
+        with safe_open(file, "pt", backend="pread") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                checksums[name] = _whole_checksum(opened.get_tensor(name))
+    # Files may have other tensors in addition to those of the model, but lists must be as long.
+    of_names = BucketChecksum()
+    for name in checksums:
+        of_names.add(torch.tensor(list(name.encode()), dtype=torch.uint8))
+    _require_equal(ranks, ["one that only some ranks have"], [of_names.value()], ranks)
+    _require_equal(ranks, list(checksums), list(checksums.values()), ranks)
+
+
+def _require_equal(ranks: Ranks, names: Sequence[str], numbers: list[int], equal: Ranks) -> None:
+    """Raise LearnerError on all `ranks` if `numbers` differ between ranks `equal`.
+
+    `names` are of the parameters with these numbers. Ranks of another part of the model have the
+    same names.
+    """
     index = equal.first_difference(numbers)
-    # Ranks of another part of the model have the same names.
     num_after = ranks.max(0 if index is None else len(names) - index)
     if num_after:
         raise LearnerError(

@@ -24,10 +24,8 @@ from typing import Any
 
 import torch
 from torch.distributed import (
-    AllreduceOptions,
     BroadcastOptions,
     ProcessGroupGloo,
-    ReduceOp,
     TCPStore,
     Work,
 )
@@ -52,13 +50,15 @@ def gloo_options(host: str, timeout: timedelta) -> Any:
 
 
 class _Member:
-    """One rank's membership in a gloo group, with its unfinished broadcasts."""
+    """One rank's membership in a gloo group, with its unfinished transfers."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, timeout: timedelta) -> None:
         self._group = group
+        self._timeout = timeout
         self._under_way: deque[Work] = deque()
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         self._group.set_timeout(timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -80,11 +80,24 @@ class _Member:
 
     def agree(self, yes: bool) -> bool:
         """Wait for the votes of all ranks, and return whether all voted yes."""
-        vote = torch.tensor([yes], dtype=torch.int32)
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MIN)
-        self._group.allreduce([vote], options).wait()
-        return bool(vote.item())
+        # Rank 0 collects the votes. In gloo's allreduce each rank waits for its neighbour, so the
+        # loss of a rank would go around, and each rank on its way leave before the next notices.
+        votes = torch.full([self._group.size()], yes, dtype=torch.int32).split(1)
+        is_first = self._group.rank() == 0
+        if is_first:
+            for source, vote in enumerate(votes[1:], 1):
+                self._under_way.append(self._group.recv([vote], source, 0))
+            while self._under_way:
+                self._under_way.popleft().wait(self._timeout)
+        answer = torch.stack(votes).amin(0)
+        self.broadcast(answer)
+        if not is_first:
+            self._under_way.append(self._group.send([votes[0]], 0, 0))
+        self.wait()
+        # Only now: gloo does not always end the wait of a send if rank 0 leaves.
+        while self._under_way:
+            self._under_way.popleft().wait(self._timeout)
+        return bool(answer)
 
     def leave(self) -> None:
         # Gloo closes its connections, which ends the others' waits, once nothing refers to the
@@ -191,7 +204,7 @@ class _RankZero(_Member):
         )
         try:
             options = gloo_options(group.host, joining)
-            super().__init__(ProcessGroupGloo(store, 0, group.world_size, options))
+            super().__init__(ProcessGroupGloo(store, 0, group.world_size, options), joining)
         finally:
             # The store listens on the group's port, and a failure's traceback would keep it alive.
             del store
@@ -245,7 +258,7 @@ class GlooReceiver:
         joining = timedelta(seconds=join_s)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=joining)
         options = gloo_options(address_towards(host, port), joining)
-        self._member = _Member(ProcessGroupGloo(store, rank, world_size, options))
+        self._member = _Member(ProcessGroupGloo(store, rank, world_size, options), joining)
         self._shared: torch.Tensor | None = None
         try:
             here = list(machine())

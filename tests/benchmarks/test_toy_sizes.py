@@ -29,6 +29,7 @@ HERE = {
 """Arguments of benchmarks that run in this process."""
 APART = {
     "attention": "--tokens 64 --segments 2 --layers 1 --repeats 1",
+    "load_shards": "--ranks 2 --layers 1 --hidden 256",
     "logit_memory": "--positions 60 --vocabulary 2500 --hidden 16 --chunks 30 --plain-positions 30",
     "scale": "--actors 1 --rollouts 4 --processes 1 --repeats 1",
     "start": "--records 20",

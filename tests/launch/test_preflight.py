@@ -661,14 +661,15 @@ def test_a_learner_that_does_not_fit_is_first_sharded_over_gpus_that_the_run_lea
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "ranks", "key"),
+    ("changes", "ranks", "copies", "key"),
     [
-        ({}, 1, "model.path"),
-        ({"learner__parallel": "fsdp", "learner__world_size": 2}, 2, "learner.world_size"),
+        ({}, 1, 1, "model.path"),
+        ({"learner__world_size": 2}, 2, 2, "learner.world_size"),
+        ({"learner__parallel": "fsdp", "learner__world_size": 2}, 2, 1, "model.path"),
     ],
 )
 def test_a_machine_whose_memory_cannot_hold_the_models_that_ranks_load_is_refused(
-    config, changes, ranks, key
+    config, changes, ranks, copies, key
 ):
     run = config(**changes)
     of_model = ModelShape.read(Path(run.model.path)).num_parameters * 4
@@ -681,12 +682,12 @@ def test_a_machine_whose_memory_cannot_hold_the_models_that_ranks_load_is_refuse
         }
         return preflight(run, nodes_of=lambda *_: nodes, memory_of=memory.get).problems
 
-    (problem,) = problems(ranks * of_model - 1)
+    (problem,) = problems(copies * of_model - 1)
     plural = "" if ranks == 1 else "s"
     assert problem.startswith(
         f"{key}: host memory of {ranks} learner rank{plural}, while the model"
     )
-    assert problems(ranks * of_model) == problems(1, nodes * 2) == []
+    assert problems(copies * of_model) == problems(1, nodes * 2) == []
 
 
 @pytest.mark.slow

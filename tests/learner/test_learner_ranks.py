@@ -227,6 +227,20 @@ def resumable_copies(four_ranks, rank_config):
     return whole, make, checkpoint
 
 
+def test_another_frozen_weight_is_refused_also_with_shards_of_another_size(
+    resumable_copies, four_ranks, demo_checkpoint, tmp_path
+):
+    _, make, checkpoint = resumable_copies
+    other = shutil.copytree(demo_checkpoint, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.visual.merger.norm.weight"][-1] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    config = make(FOUR, resume={"run": str(checkpoint)}, model__path=str(other))
+    for error in four_ranks.outcomes(rank_jobs.learn, config, STEPS, 1):
+        assert type(error) is ConfigError
+        assert re.search(r"^model\.path: its contents have changed since", str(error))
+
+
 def test_copies_that_drifted_apart_stop_at_the_next_sync(four_ranks, rank_config):
     """Rank 1's part differs from rank 3's in one bit; no rank waits for the ranks that noticed."""
     for error in four_ranks.outcomes(rank_jobs.drifts, rank_config(**TWO_COPIES)):
@@ -455,6 +469,18 @@ def test_ranks_of_another_model_do_not_start_and_their_weights_are_compared_to_t
         assert type(error) is LearnerError
         message = r"model\.language_model\.embed_tokens\.weight\. .*model\.path .*every node"
         assert re.search(message, str(error))
+
+
+def test_ranks_that_shard_files_with_other_tensors_do_not_start(
+    two_ranks, rank_config, demo_checkpoint, tmp_path
+):
+    other = shutil.copytree(demo_checkpoint, tmp_path / "other")
+    weights = load_file(other / "model.safetensors") | {"more": torch.zeros(2)}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    configs = [rank_config(**FSDP), rank_config(**FSDP, model__path=str(other))]
+    for error in two_ranks.outcomes(rank_jobs.own_config, configs):
+        assert type(error) is LearnerError
+        assert re.search("differs is one that only some ranks have", str(error))
 
 
 @pytest.mark.parametrize(("parallel", "rows"), [(DDP, [6, 1]), (FSDP, [1, 1])], ids=["ddp", "fsdp"])

@@ -259,16 +259,22 @@ FSDP = {"learner__parallel": "fsdp", "learner__world_size": 2}
 
 @pytest.mark.parametrize(
     ("changes", "num_ranks", "size"),
-    [({}, 1, 2), (FSDP, 2, 4), ({"model__dtype": "float32"}, 1, 4)],
+    [
+        ({}, 1, 2),
+        ({"model__dtype": "float32"}, 1, 4),
+        ({"learner__world_size": 2}, 2, 2 * 2),
+        (FSDP, 2, 4),
+        (FSDP | {"learner__world_size": 4, "learner__shard_size": 2}, 4, 2 * 4),
+    ],
 )
-def test_every_rank_loads_the_whole_model_into_host_memory_and_to_shard_it_in_float32(
+def test_every_rank_loads_the_whole_model_into_host_memory_or_its_shard_in_float32(
     config, qwen, changes, num_ranks, size
 ):
-    """124 GB for each rank with Qwen3-VL-30B-A3B."""
+    """Shards of Qwen3-VL-30B-A3B are 124 GB for each copy of the model."""
     large = replace(qwen, parameters={"model.language_model.layers.0.w.weight": (31_070_000_000,)})
     host = host_estimate(RunSizes.of(config(**changes), large), num_ranks)
     assert host.what.endswith(", while the model is loaded")
-    assert host.total == num_ranks * size * 31_070_000_000
+    assert host.total == size * 31_070_000_000
 
 
 @pytest.mark.parametrize("mode", ["actors", "colocate"])

@@ -280,6 +280,9 @@ def test_faults_and_repairs_are_listed(tmp_path):
     lines = [metrics_line(1), metrics_line(2) | {"rollout/num_replaced": 1}]
     trace = TraceWriter(run / "timeline.json")
     trace.write([Span("rollout-actor-1", "replace", 10.0, 12.5, {"reason": "was killed"})])
+    trace.write([Span("learner", "learn round", 12.5, 13.0)])
+    with (run / "timeline.json").open("a") as file:
+        file.write(',\n{"ph": "X", "name": "replace", "ti')  # the run is alive, or was killed
     (run / "ledger.jsonl").write_text(lines_of(*({"step": n, "versions": {}} for n in (0, 2))))
     (run / "error_1.txt").write_text("Traceback\n  line\nLostLearnerError: gone\n\n")
     found = faults(run, lines)
@@ -313,6 +316,7 @@ def test_the_command_writes_a_file_or_says_what_is_wrong(tmp_path, capsys):
         ([], "needs a run folder"),
         ([str(run), "step=0"], "step: "),
         ([str(run), "port=none"], "port: "),
+        ([str(run), "port=65536"], "port: "),
     ):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -425,7 +429,7 @@ def test_a_served_page_opens_every_step_and_names_what_it_lacks(tmp_path, tab):
         tab.run("location.hash = '#run=0&step=7'")
         tab.wait_for("document.body.textContent.includes('step_000007.jsonl')")
         server.shutdown()
-    write_page(runs_of([run]), run / "report.html", [2])
+    write_page(runs_of([run]), run / "report.html", 2)
     tab.open((run / "report.html").as_uri() + "#step=3")
     tab.wait_for("document.querySelectorAll('code').length === 2")
     assert tab.texts("code")[0] == f"rollmatch view {run} step=3"

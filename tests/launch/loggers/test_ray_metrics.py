@@ -81,24 +81,23 @@ def exported() -> list[Sample]:
 @pytest.fixture(scope="module")
 def samples(ray_cluster: None) -> Iterator[list[Sample]]:
     """The endpoint after two steps and a held-out report of the run `observed`, trial 3."""
-    metrics = RayMetrics("observed", "3")
-    metrics.synced(9)
-    metrics.step_done(7, METRICS)
-    metrics.step_done(8, OF_AN_ENVIRONMENT)
-    metrics.held_out(FIGURES)
-    # It runs meanwhile, because Ray soon forgets a task that has ended.
-    sleep = ray.remote(num_cpus=0)(lambda: time.sleep(600))
-    task = sleep.options(name="generate round 3").remote()
-    deadline = time.monotonic() + 60
-    while len(of_run(samples := exported())) < len(EXPECTED) or not any(
-        (labels.get("Name"), labels.get("State")) == ("generate round 3", "RUNNING")
-        for _, labels, _ in samples
-    ):
-        assert time.monotonic() < deadline, (of_run(samples), samples)
-        time.sleep(0.5)
-    yield samples
-    ray.cancel(task, force=True)
-    metrics.close()
+    with RayMetrics("observed", "3") as metrics:
+        metrics.synced(9)
+        metrics.step_done(7, METRICS)
+        metrics.step_done(8, OF_AN_ENVIRONMENT)
+        metrics.held_out(FIGURES)
+        # It runs meanwhile, because Ray soon forgets a task that has ended.
+        sleep = ray.remote(num_cpus=0)(lambda: time.sleep(600))
+        task = sleep.options(name="generate round 3").remote()
+        deadline = time.monotonic() + 60
+        while len(of_run(samples := exported())) < len(EXPECTED) or not any(
+            (labels.get("Name"), labels.get("State")) == ("generate round 3", "RUNNING")
+            for _, labels, _ in samples
+        ):
+            assert time.monotonic() < deadline, (of_run(samples), samples)
+            time.sleep(0.5)
+        yield samples
+        ray.cancel(task, force=True)
 
 
 def of_run(samples: list[Sample]) -> dict[str | tuple[str, str], float]:
@@ -161,18 +160,16 @@ def test_the_last_values_are_set_again_until_the_run_ends(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         Gauge, "set", lambda self, value, tags: told.append((self.info["name"], value, tags))
     )
-    metrics = RayMetrics("observed", "")
-    metrics.synced(4)
-    metrics.synced(5)
-    metrics.held_out({"val/f1": 0.5})
-    deadline = time.monotonic() + 30
-    while len(told) < 9:
-        assert time.monotonic() < deadline, told
-        time.sleep(0.01)
-    metrics.close()
+    with RayMetrics("observed", "") as metrics:
+        metrics.synced(4)
+        metrics.synced(5)
+        metrics.held_out({"val/f1": 0.5})
+        deadline = time.monotonic() + 30
+        while len(told) < 9:
+            assert time.monotonic() < deadline, told
+            time.sleep(0.01)
     expected = [("rollmatch_weight_version", 5, {}), ("rollmatch_held_out", 0.5, {"figure": "f1"})]
     assert all(one in told[-4:] for one in expected)
-    time.sleep(0.05)  # a round of it may have been under way
     num_told = len(told)
     time.sleep(0.1)
     assert len(told) == num_told

@@ -493,6 +493,21 @@ def test_a_full_disk_is_the_error_of_a_run_that_ends_well(config):
         pass
 
 
+def test_a_page_that_cannot_be_written_is_a_warning_and_the_run_ends_well(config, output):
+    config.telemetry.run_dir.mkdir(parents=True)
+    (config.telemetry.run_dir / "report.html.partial").symlink_to("/dev/full")
+    with placed(config, output=output) as telemetry:
+        telemetry.patience.limit_s = 60.0
+        take_step(telemetry, config)
+    shown = " ".join(output.getvalue().split())
+    assert re.search(
+        r"warning cannot write .*report\.html: .*No space left on device; free space.*;"
+        rf" then write the page with `rollmatch view {config.telemetry.run_dir}`",
+        shown,
+    )
+    assert "retries" not in shown, "the end of a run does not wait for its page"
+
+
 def test_what_ended_a_run_is_kept_with_its_traceback_whatever_a_file_is_called(config):
     with pytest.raises(RuntimeError), open_telemetry(config):
         raise RuntimeError("the real fault is in \udcff.png")

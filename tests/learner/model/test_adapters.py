@@ -21,6 +21,7 @@ from learner.model.adapters import (
     adapted_layers,
     adapter_files,
     apply_adapter,
+    compute_magnitudes,
     embeddings_with_trained_rows,
     without_adapter,
 )
@@ -399,3 +400,14 @@ def test_a_checkpoint_holds_the_fresh_rows_merged_and_in_the_adapter_to_the_bit(
     assert torch.equal(logits(restored), logits(model))
     assert same(merged(restored.base_model.model), sent)
     assert FreshTokens.of(tmp_path / "saved") == fresh, "who goes on from here trains them too"
+
+
+def test_magnitudes_are_computed_from_weights_that_come_after_the_adapter(demo_checkpoint):
+    model = adapted(demo_checkpoint, "dora", trained=False)
+    names = [name for name, _ in model.named_parameters() if "lora_magnitude" in name]
+    expected = [model.get_parameter(name).detach().clone() for name in names]
+    for name in names:
+        model.get_parameter(name).detach().zero_()
+    compute_magnitudes(model)
+    found = [model.get_parameter(name) for name in names]
+    assert names and all(map(torch.equal, found, expected))

@@ -315,6 +315,20 @@ def test_flash_attention_3_is_used_where_gpu_package_and_torch_have_it(
     assert found == activated
 
 
+def test_a_broken_package_of_flash_attention_3_is_named_with_its_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("import flash_attn_3._C")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: H100)
+    message = (
+        r"^model\.attention: flash_attn_interface, .* \(ModuleNotFoundError: .*'flash_attn_3'\);"
+        r" install .* or uninstall"
+    )
+    with pytest.raises(ConfigError, match=message):
+        use_flash_attention_3(CUDA)
+
+
 def test_torch_knows_the_name_of_flash_attention_3() -> None:
     assert "FA3" in torch.nn.attention.list_flash_attention_impls()
 

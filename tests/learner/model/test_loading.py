@@ -13,9 +13,11 @@ import torch
 from config_support import configuration, trajectory_config
 from jinja2.exceptions import SecurityError
 from learner_support import finish_step, make_learner
+from safetensors.torch import load_file, save_file
 from text_families import make_text_model, text_model
 from tiny_qwen import make_stock_model
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
 
 from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.model.attention import packed_row
@@ -255,6 +257,95 @@ def test_compiled_blocks_are_refused_for_a_model_without_named_blocks():
     model._no_split_modules = None
     with pytest.raises(ConfigError, match=r"^model\.compile_blocks: .* names no blocks of here"):
         compile_blocks(model, Path("here"))
+
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.language_model.embed_tokens.weight"
+ROUTERS = {f"model.language_model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
+
+
+def with_weights(folder, base, change):
+    shutil.copytree(base, folder)
+    weights = change(load_file(base / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def checkpoint_of(case, base, folder):
+    match case:
+        case "text experts":
+            return make_text_model(folder, "qwen3_moe")
+        case "experts":
+            return make_stock_model(folder, "qwen3_vl_moe", tied=False)
+        case "experts as in memory":
+
+            def turned(weights):
+                experts = {name: one for name, one in weights.items() if ".experts." in name}
+                return weights | {n: one.mT.contiguous() for n, one in experts.items()}
+
+            stock = make_stock_model(folder / "turned", "qwen3_vl_moe", tied=False)
+            return with_weights(folder / "model", stock, turned)
+        case "another head":
+            return with_weights(folder, base, lambda w: w | {HEAD: w[EMBEDDING] * 2})
+        case "the embedding as head":
+            return with_weights(folder, base, lambda w: w | {HEAD: w[EMBEDDING].clone()})
+        case "fresh tokens":
+            shutil.copytree(base, folder)
+            FreshTokens(300, 1000).save(folder)
+    return base if case == "tied" else folder
+
+
+@pytest.mark.parametrize(
+    ("case", "whole"),
+    [
+        ("tied", set()),
+        ("another head", {HEAD, EMBEDDING}),
+        ("the embedding as head", {EMBEDDING}),
+        ("fresh tokens", {EMBEDDING}),
+        ("text experts", set()),
+        ("experts", set()),
+        ("experts as in memory", set()),
+    ],
+)
+def test_ranks_read_their_rows_of_all_weights_but_of_few_that_they_read_whole(
+    case, whole, demo_checkpoint, demo_data, tmp_path
+):
+    """Three ranks, among which most numbers of rows do not divide evenly; two for four experts."""
+    folder = checkpoint_of(case, demo_checkpoint, tmp_path / "model")
+    if "experts" in case:
+        run = trajectory_config(folder, tmp_path / "run")
+    else:
+        adapter = {"model__adapter": {"kind": "lora", "rank": 4}} if "fresh" in case else {}
+        run = configuration(folder, demo_data, tmp_path, **SMALL | adapter)
+    num_ranks = 3 if "experts" not in case else 2
+    expected = load_model(run, torch.device("cpu")).model
+    ranks = []
+    for rank in range(num_ranks):
+        # The name keeps the meshes apart in torch's caches: each belongs to another process.
+        names = (f"rank_{rank}",)
+        mesh = DeviceMesh(
+            "cpu", [*range(num_ranks)], mesh_dim_names=names, _init_backend=False, _rank=rank
+        )
+        mesh.get_local_rank = lambda mesh_dim=None, rank=rank: rank
+        ranks.append(load_model(run, torch.device("cpu"), mesh))
+        assert (
+            ranks[-1].model.lm_head.weight is ranks[-1].model.get_input_embeddings().weight
+        ) == (expected.lm_head.weight is expected.get_input_embeddings().weight)
+    read_whole = set()
+    for name, weight in expected.named_parameters():
+        found = [rank.model.get_parameter(name) for rank in ranks]
+        assert all(one.requires_grad == weight.requires_grad for one in found)
+        if found[0] in ranks[0].rows:
+            rows = [rank.rows[one] for rank, one in zip(ranks, found, strict=True)]
+            assert [len(one) for one in rows] == [len(one) for one in weight.chunk(num_ranks)]
+            assert torch.equal(torch.cat(rows), weight)
+        else:
+            read_whole.add(name)
+            assert all(torch.equal(one, weight) for one in found)
+    read_whole = {name for name in read_whole if ".lora_" not in name and "_delta" not in name}
+    assert {name.replace(".token_adapter.base_layer", "") for name in read_whole} == whole
+    for name, buffer in expected.named_buffers():
+        assert all(torch.equal(rank.model.get_buffer(name), buffer) for rank in ranks)
 
 
 def test_a_stock_checkpoint_is_sent_to_the_command_that_adds_its_tokens(config, tmp_path):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -434,6 +435,33 @@ def test_a_receiver_that_leaves_ends_the_wait_of_all_however_long_errors_are_kep
     expected = [RuntimeError] * len(members)
     expected[leaving] = ZeroDivisionError
     assert errors == expected, failed.value
+
+
+def test_receivers_that_wait_for_a_lost_one_at_the_end_notice_it_before_any_of_them_leaves(
+    make_sender: MakeSender,
+) -> None:
+    """With many receivers, a loss that goes from neighbour to neighbour takes seconds."""
+    sender = make_sender(ReceiverGroup(3), timeout_s=60.0)
+    offer = sender.offer(1, QUESTION, score)
+    noticed = threading.Barrier(2)
+
+    def take(rank: int) -> None:
+        joined = join(offer.terms.group, rank, 60.0)
+        tensors = arriving(joined, offer.terms)
+        try:
+            for _ in islice(tensors, len(offer.terms.sent) if rank == 3 else None):
+                pass
+        except RuntimeError:
+            noticed.wait(timeout=30)
+        finally:
+            joined.close()
+
+    with ThreadPoolExecutor(3) as threads:
+        taking = [threads.submit(take, rank) for rank in (1, 2, 3)]
+        with pytest.raises(WeightSyncError, match="wire on learner"):
+            sender.send(offer)
+        for future in taking:
+            future.result(timeout=60)
 
 
 def test_within_one_process_there_is_nothing_to_open_or_to_send(make_sender: MakeSender) -> None:
