@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,9 +85,12 @@ class PackedRow:
     """int64: the token that each position predicts (the row's next token, or a label override)."""
     supervision: Supervision
     compared: ComparedTokens
+    lengths: tuple[int, ...] = ()
+    """The number of tokens in the row of each segment, including the segment without supervision.
+    """
     num_shared: tuple[int, ...] = ()
     """For each segment in the row, the number of its first tokens that are in an earlier segment
-    instead (`shared_tokens`). Empty: all are 0."""
+    instead (`shared_tokens`)."""
     has_beside: bool = False
     """Whether the row ends with a segment without supervision (argument `beside` of `collate`)."""
     _on_host: PackedRow | None = None
@@ -97,18 +99,7 @@ class PackedRow:
     @property
     def num_tokens(self) -> int:
         """The number of tokens of the supervised segments in the row."""
-        return sum(map(len, self.segments)) - sum(self.num_shared)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The number of tokens of each segment, including the segment without supervision.
-
-        Without the tokens that a segment shares.
-        """
-        unsupervised = self.inputs.input_ids.shape[-1] - self.num_tokens
-        pairs = zip(self.segments, self.num_shared or repeat(0), strict=False)
-        lengths = (len(segment) - num_shared for segment, num_shared in pairs)
-        return (*lengths, *([unsupervised] if unsupervised else []))
+        return sum(self.lengths[: len(self.segments)])
 
     @property
     def on_host(self) -> PackedRow:
@@ -168,13 +159,12 @@ def collate(
     # loss is a sum over its rows. The optimizer divides at the step's end (decisions 6 and 7).
     # A token is predicted one position earlier: a target's first token by the prompt's last.
     in_row = [*segments, *([] if beside is None else [beside])]
-    num_shared = [0] * len(in_row)
-    if share_prompts:
-        num_shared[: len(segments)] = shared_tokens(segments)
+    num_shared = shared_tokens(in_row) if share_prompts else (0,) * len(in_row)
     pairs = list(zip(in_row, num_shared, strict=True))
-    ends = np.cumsum([len(segment) - num for segment, num in pairs[: len(segments)]])
+    lengths = tuple(len(segment) - num for segment, num in pairs)
     starts = [
-        end - len(segment.target.token_ids) - 1 for segment, end in zip(segments, ends, strict=True)
+        end - len(segment.target.token_ids) - 1
+        for segment, end in zip(segments, np.cumsum(lengths), strict=False)
     ]
     placed = list(zip(starts, (segment.target for segment in segments), strict=True))
     taught = [(start, target) for start, target in placed if isinstance(target, Target)]
@@ -235,7 +225,8 @@ def collate(
         ComparedTokens(
             index(2 * compared_at), _floats(target.compared_logprobs for _, target in placed)
         ),
-        num_shared=tuple(num_shared),
+        lengths=lengths,
+        num_shared=num_shared,
         has_beside=beside is not None,
     )
 

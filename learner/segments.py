@@ -118,15 +118,16 @@ def shared_tokens(segments: Sequence[Segment]) -> tuple[int, ...]:
 def _num_shared(before: Segment, segment: Segment) -> int:
     one = before.prompt
     other = segment.prompt
-    num_shared = len(other.token_ids) - 1
-    # Pixels of images in the target, or at the last token of the prompt, would be needed again.
-    has_later_images = bool(segment.modality[num_shared:].any())
-    is_shared = one is other or (
+    is_equal = one is other or (
         one.token_ids == other.token_ids
         and torch.equal(one.image_grid_I3, other.image_grid_I3)
         and torch.equal(one.pixel_values_RD, other.pixel_values_RD)
     )
-    return num_shared if is_shared and not has_later_images else 0
+    if not is_equal:
+        return 0
+    num_shared = len(other.token_ids) - 1
+    # Pixels of images in the target, or at the last token of the prompt, would be needed again.
+    return 0 if segment.modality[num_shared:].any() else num_shared
 
 
 KEPT_TEXTS = 1024

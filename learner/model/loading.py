@@ -220,6 +220,8 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         )
     if getattr(model_config.get_text_config(), "attention_dropout", 0.0):
         raise ConfigError(_has_dropout(path))
+    if config.training.share_prompts:
+        _require_shareable(config.model.attention, path)
     is_text = reads_only_text(model_config.to_dict())
     try:
         if is_text:
@@ -323,8 +325,6 @@ def load_model(
     # not left to Ray's default of one.
     torch.set_num_threads(config.learner.cpu_threads or len(os.sched_getaffinity(0)))
     attention, is_by_segments = _attention(config.model.attention, path)
-    if config.training.share_prompts:
-        _require_shareable(path, is_by_segments)
     beside = config.tokens_beside_adapter
     rows: dict[nn.Parameter, torch.Tensor] = {}
     if mesh is None:
@@ -538,8 +538,12 @@ def _attention(wanted: str, path: Path) -> tuple[str, bool]:
     return ("sdpa", True) if wanted == "auto" else (wanted, False)
 
 
-def _require_shareable(path: Path, is_by_segments: bool) -> None:
-    """Raise ConfigError if segments of this checkpoint's model cannot share tokens of a row."""
+def _require_shareable(attention: str, path: Path) -> None:
+    """Raise ConfigError if segments of this checkpoint's model cannot share tokens of a row.
+
+    `attention` is the run's `model.attention`.
+    """
+    _, is_by_segments = _attention(attention, path)
     config = AutoConfig.from_pretrained(path).get_text_config()
     known = {"full_attention", "sliding_attention"}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)

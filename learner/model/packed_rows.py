@@ -289,8 +289,12 @@ def check_packed_rows(
         shares_prompts: let the last segment begin with tokens of the one before it.
 
     Raises:
-        ConfigError: the model cannot compute packed rows, or not with the run's `model.attention`.
+        ConfigError: the model cannot compute packed rows, or not with the run's `model.attention`
+            or `training.share_prompts`.
     """
+    remedy = _REMEDY
+    if shares_prompts:
+        remedy = f"set training.share_prompts: false; if that fails too, {_REMEDY}"
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(_SEED)
     ids_T = torch.randint(vocabulary, (sum(_LENGTHS),), generator=generator).to(model.device)
@@ -319,7 +323,7 @@ def check_packed_rows(
         except (AttributeError, TypeError) as error:
             kind = model.config.model_type
             wrong = f"model.path: {path} is a {kind} model, which cannot compute packed rows"
-            raise ConfigError(f"{wrong} ({error}); {_REMEDY}") from error
+            raise ConfigError(f"{wrong} ({error}); {remedy}") from error
         *others, last_L = ids_T.split(_LENGTHS)
         segments = [*others, torch.cat([others[-1][: num_shared[-1]], last_L])]
         parts = [forward(partial(alone, segment_L)) for segment_L in segments]
@@ -337,6 +341,6 @@ def check_packed_rows(
         raise ConfigError(
             f"model.path: {path} is a {model.config.model_type} model, and a packed row of three"
             f" segments gives other results than the segments one by one: at token {token} of"
-            f" {sum(_LENGTHS)} a log-probability differs by {largest:.2g}; {_REMEDY}"
+            f" {sum(_LENGTHS)} a log-probability differs by {largest:.2g}; {remedy}"
         )
     return largest

@@ -228,8 +228,9 @@ class TrainingSection(Section):
     """Compute equal prompts, with their images, once per packed row instead of once per rollout.
     Losses and gradients stay equal up to rounding. Needs several rollouts per prompt,
     `model.attention: auto`, and a model without states or masks of its own. Rows then hold more
-    rollouts, whose keys and values in attention preflight's estimate of memory does not count. Not
-    run on a GPU."""
+    rollouts. Each has its own copy of the prompt's keys and values while a layer computes
+    attention, and until the backward without `model.gradient_checkpointing`. Preflight does not
+    count this memory. Not run on a GPU."""
     deterministic: bool = False
     """Compute with kernels that repeat to the bit on a GPU: torch's deterministic algorithms in the
     learner, vLLM's batch-invariant kernels in the engines that the run starts (servers need

@@ -241,6 +241,17 @@ def test_shared_prompts_change_no_update_and_no_metric_but_those_of_rows(config,
     assert shared.metrics["packing/num_tokens"] < 0.9 * apart.metrics["packing/num_tokens"]
 
 
+def test_steps_that_share_prompts_have_equal_bits_whatever_their_rounds(config):
+    settings = {"training__share_prompts": True, "learner__cpu_threads": 2}
+    one, again, in_rounds = (
+        Learned(config(**settings), rounds=rounds)
+        for rounds in (None, None, [range(1), range(1, 3)])
+    )
+    for other in (again, in_rounds):
+        assert other.metrics["packing/num_tokens"] == one.metrics["packing/num_tokens"]
+        assert all(torch.equal(other.weights[name], one.weights[name]) for name in one.weights)
+
+
 def test_the_start_checks_a_row_with_a_shared_prompt_if_the_run_has_such_rows(config, monkeypatch):
     asked = []
     check = lambda *_, shares_prompts: asked.append(shares_prompts) or 0.0  # noqa: E731
