@@ -13,10 +13,11 @@ import multiprocessing
 import re
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import AutoModelForImageTextToText
@@ -31,10 +32,18 @@ from learner.saving import checksum
 from shared.config import RunConfig
 from shared.weight_sync.transports import TransportKind
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
 """Writing 5 to this file of Linux resets the process's peak."""
+LIMIT_S = 300.0
+"""Limit of each wait: for all ranks, and of one rank for the others."""
+FORKSERVER = multiprocessing.get_context("forkserver")
+"""Ranks are forked from one process that has the imports. If each imported them itself, on a busy
+machine some would need longer than the others wait for them."""
+rendezvous: Rendezvous | None = None
+"""The rendezvous that this process hosts; None in processes of other ranks."""
 
 
 class Loaded(NamedTuple):
@@ -55,12 +64,17 @@ def resident(name: str) -> int:
     return 1024 * int(kib)
 
 
-def load(
-    place: RankTopology, rendezvous: Rendezvous | None, config: RunConfig, by_rows: bool
-) -> Loaded:
+def host() -> str:
+    """Host the rendezvous in this process, which becomes rank 0. Return its address."""
+    global rendezvous
+    rendezvous = Rendezvous("127.0.0.1")
+    return rendezvous.endpoint
+
+
+def load(place: RankTopology, config: RunConfig, by_rows: bool) -> Loaded:
     """Load this rank's part of the model. Every rank calls it, in a process of its own."""
     ranks = join_ranks(
-        place, rendezvous, LearnerDevice(CPU), timeout_s=300.0, num_shards=place.world_size
+        place, rendezvous, LearnerDevice(CPU), timeout_s=LIMIT_S, num_shards=place.world_size
     )
     load_model(config, CPU)  # imports, and fills the cache of files
     ranks.barrier()
@@ -81,19 +95,36 @@ def load(
     return Loaded(resident("VmHWM") - before, size, seconds, checksum(parts))
 
 
-def load_in_ranks(config: RunConfig, by_rows: bool) -> list[Loaded]:
-    """Return what each rank measured. The first runs in this process, the others in their own."""
-    rendezvous = Rendezvous("127.0.0.1")
-    size = config.learner.world_size
-    first, *others = (
-        RankTopology(
-            TransportKind.GLOO, (), rank=rank, world_size=size, rendezvous=rendezvous.endpoint
+def results(futures: Sequence[Future[T]]) -> list[T]:
+    """Return the results. Raises the first error of a rank, and TimeoutError after `LIMIT_S`."""
+    # Not one after the other: the other ranks wait for one that failed.
+    done, unfinished = wait(futures, LIMIT_S, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if unfinished:
+        raise TimeoutError(
+            f"{len(unfinished)} of {len(futures)} ranks did not answer within {LIMIT_S:g} s; check"
+            " that cores and memory are free, or pass a smaller --layers or --hidden"
         )
-        for rank in range(size)
-    )
-    with ProcessPoolExecutor(len(others), multiprocessing.get_context("spawn")) as pool:
-        peers = [pool.submit(load, place, None, config, by_rows) for place in others]
-        return [load(first, rendezvous, config, by_rows), *(peer.result(600) for peer in peers)]
+    return [future.result() for future in futures]
+
+
+def load_in_ranks(config: RunConfig, by_rows: bool) -> list[Loaded]:
+    """Return what each rank measured, in new processes: each can open one group of ranks."""
+    size = config.learner.world_size
+    with (
+        ProcessPoolExecutor(1, FORKSERVER) as rank_zero,
+        ProcessPoolExecutor(size - 1, FORKSERVER) as peers,
+    ):
+        (endpoint,) = results([rank_zero.submit(host)])
+        places = [
+            RankTopology(TransportKind.GLOO, (), rank=rank, world_size=size, rendezvous=endpoint)
+            for rank in range(size)
+        ]
+        pools = (rank_zero, *[peers] * (size - 1))
+        return results(
+            [p.submit(load, place, config, by_rows) for p, place in zip(pools, places, strict=True)]
+        )
 
 
 def main() -> None:
@@ -109,6 +140,7 @@ def main() -> None:
         intermediate=3 * arguments.hidden,
         vocabulary=32_000,
     )
+    FORKSERVER.set_forkserver_preload(["benchmarks.learner_memory"])
     print("ranks  loaded   shard MB  peak MB  seconds  (largest of all ranks)")
     with tempfile.TemporaryDirectory(prefix="rollmatch-") as folder:
         path = make_checkpoint(Path(folder), sizes)
@@ -118,9 +150,7 @@ def main() -> None:
             peaks = {}
             digests = {}
             for by_rows in (False, True):
-                # A process can open a group of ranks only once.
-                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                    ranks = pool.submit(load_in_ranks, config, by_rows).result()
+                ranks = load_in_ranks(config, by_rows)
                 peaks[by_rows] = max(rank.peak for rank in ranks)
                 digests[by_rows] = [rank.digest for rank in ranks]
                 print(

@@ -331,23 +331,8 @@ def load_model(
         dtype = DTYPES[config.model.dtype]
         model, _ = load_complete(path, dtype=dtype, attn_implementation=attention)
     else:
-        # First only the headers, so that all ranks report the same problems, with whole shapes.
-        empty, _ = load_complete(path, device_map={"": "meta"})
-        whole = _compared_weights(empty)
-        if beside is not None:
-            # An adapter for tokens starts with their rows.
-            embeddings = (empty.get_input_embeddings(), empty.get_output_embeddings())
-            whole |= {
-                name
-                for name, one in empty.named_parameters(remove_duplicate=False)
-                if any(one is embedding.weight for embedding in embeddings)
-            }
-        reading = partial(_reading_rows, mesh=mesh, whole=whole)
-        # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
-        model, _ = load_complete(
-            path, change=reading, dtype=torch.float32, attn_implementation=attention
-        )
-        rows = _take_rows(model)
+        # An adapter for tokens starts with their rows of the embeddings.
+        model, rows = _load_rows(path, mesh, attention, whole_embeddings=beside is not None)
     if config.model.is_quantized:
         # From host memory, which holds the whole unquantized model.
         quantize_layers(model, config.adapted_parts, device)
@@ -398,14 +383,34 @@ def load_model(
     )
 
 
-def _compared_weights(empty: PreTrainedModel) -> set[str]:
-    """Return the names of weights that are tied only if files hold equal values for both.
+def _load_rows(
+    path: Path, mesh: DeviceMesh, attention: str, *, whole_embeddings: bool
+) -> tuple[PreTrainedModel, dict[nn.Parameter, torch.Tensor]]:
+    """Load the checkpoint `path` in float32, but of each weight only this rank's rows of `mesh`.
 
-    `empty` was loaded on the meta device, where transformers leaves these apart.
+    Return the model and its rows (`LoadedModel.rows`). With `whole_embeddings` its embedding and
+    its head are read whole.
     """
-    pairs = empty.all_tied_weights_keys.items()
-    apart = (pair for pair in pairs if len({*map(empty.get_parameter, pair)}) > 1)
-    return {name for pair in apart for name in pair}
+    # First only the headers, so that all ranks report the same problems, with whole shapes.
+    empty, _ = load_complete(path, device_map={"": "meta"})
+    # The meta device leaves weights apart that are tied only if files hold equal values for both.
+    ties = empty.all_tied_weights_keys.items()
+    whole = {name for tie in ties if len({*map(empty.get_parameter, tie)}) > 1 for name in tie}
+    if whole_embeddings:
+        embeddings = (empty.get_input_embeddings(), empty.get_output_embeddings())
+        whole |= {
+            name
+            for name, one in empty.named_parameters(remove_duplicate=False)
+            if any(one is embedding.weight for embedding in embeddings)
+        }
+    # FSDP2 keeps parameters in float32 and casts them itself, for the forward.
+    model, _ = load_complete(
+        path,
+        change=partial(_reading_rows, mesh=mesh, whole=whole),
+        dtype=torch.float32,
+        attn_implementation=attention,
+    )
+    return model, _take_rows(model)
 
 
 def _reading_rows(
@@ -584,6 +589,8 @@ def load_complete(
         config = AutoConfig.from_pretrained(folder)
         is_text = "vision_config" not in config.sub_configs
         kinds = MODEL_FOR_CAUSAL_LM_MAPPING if is_text else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if type(config) not in kinds:
+            raise ValueError(f"transformers generates no text with a {config.model_type} model")
         kind = kinds[type(config)]
         # Different shapes are reported below, together with missing tensors.
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}

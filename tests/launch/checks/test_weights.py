@@ -62,6 +62,11 @@ def refusal(folder, **options):
     return str(caught.value)
 
 
+def test_a_checkpoint_of_a_model_that_generates_no_text_is_refused(changed):
+    problem = refusal(changed(without(), model_type="vit"))
+    assert re.search(r"^model\.path: .*changed cannot be loaded \(.* a vit model\); give", problem)
+
+
 @pytest.mark.parametrize(
     ("change", "keys", "names"),
     [
