@@ -121,7 +121,7 @@ def page(
 
 
 def changed_keys(runs: Sequence[Path]) -> list[tuple[str, list[str]]]:
-    """Return the keys of the configuration in which runs differ, with the value of each run.
+    """Return the configuration keys that differ between runs, with the value of each run.
 
     Sections that do not affect results are left out.
     """

@@ -416,10 +416,10 @@ def _load_rows(
 def _reading_rows(
     kind: type[PreTrainedModel], *, mesh: DeviceMesh, whole: Collection[str]
 ) -> type[PreTrainedModel]:
-    """Return a subclass of `kind` of whose weights `from_pretrained` reads only this rank's rows.
+    """Return a subclass of `kind` with which `from_pretrained` reads only this rank's rows.
 
-    Its parameters are DTensors, of which transformers reads the local part. The other weights are
-    read whole: those with the names `whole`, those with fewer rows than ranks, and all of a model
+    Its parameters are DTensors, and transformers reads their local part. The other weights are read
+    whole: those with the names `whole`, those with fewer rows than ranks, and all of a model
     whose files are converted in a way that mixes rows.
     """
 
@@ -460,7 +460,7 @@ def _reading_rows(
 def _keeps_rows(operation: ConversionOps) -> bool:
     """Return whether a conversion of files' tensors can be computed for a part of the rows."""
     match operation:
-        case MergeModulelist():  # experts, of which transformers reads those that are its rows
+        case MergeModulelist():  # transformers reads the experts that are its rows
             return operation.dim == 0
         case Concatenate():
             return operation.dim > 0
