@@ -6,7 +6,8 @@
 
 Both train the environment `sums` in float32 with two threads, the same rate, temperature, length
 limit, group size and number of rollouts, without a reference model; TRL generates with
-transformers, the job with `--actors` vLLM actors of one thread each. Both draw from the same
+transformers, the job with `--actors` vLLM actors of one thread each. The job computes the prompt of
+a group once per row (`training.share_prompts`), TRL once per rollout. Both draw from the same
 training questions, in another order. They take turns in processes. Medians leave out the
 first `WARM_UP` updates of a process. Checked: the mean reward rises in both.
 """
