@@ -1,13 +1,8 @@
 """Commands that start, watch and inspect runs, and prepare their inputs: `rollmatch NAME`."""
 
-import gc
 import importlib.util
 import sys
 from pathlib import Path
-
-# A command imports a million objects and keeps most of them. At Python's own thresholds the garbage
-# collector takes a fifth of that time.
-gc.set_threshold(50_000, 20, 100)
 
 # sys.argv[0] is "-m" while Python imports this package to find the command's module.
 if sys.argv[:1] == ["-m"] and importlib.util.find_spec("pydantic") is None:

@@ -33,6 +33,7 @@ from launch.checks.host import (
     compiler_problems,
     hidden,
     path_problems,
+    uncollected,
     version_problems,
     vllm_import,
 )
@@ -193,8 +194,10 @@ def preflight(
     else:
         # transformers imports them, and with them pandas, for a kind of generation and for losses
         # of object detection that nothing uses.
-        with hidden("sklearn"), hidden("scipy"):
+        with uncollected(), hidden("sklearn"), hidden("scipy"):
             import transformers.generation.candidate_generator  # noqa: F401
+
+            import learner.model.loading  # noqa: F401
         report.facts = _check_data(config, report)
         shape = report.attempt(lambda: _shape(folder, rollouts, report.lines))
     report.attempt(lambda: _require_objectives(rollouts.pipeline))
