@@ -235,6 +235,7 @@ def test_lengths_of_answers_that_will_be_cut_are_measured_once(measured, monkeyp
             found.measures, **{name: getattr(found.measures, name)[:3] for name in fitting._COLUMNS}
         ),
     )
+    assert described() == first, "kept last"
     assert "of the 3 samples" in described(of=few)
     assert described(of=few) == described(of=few, checkpoint=None)
 
