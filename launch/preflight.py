@@ -33,6 +33,7 @@ from launch.checks.host import (
     compiler_problems,
     hidden,
     path_problems,
+    uncollected,
     version_problems,
     vllm_import,
 )
@@ -191,9 +192,12 @@ def preflight(
     if missing := checkpoint_problems(folder):
         report.problems += missing
     else:
-        # transformers imports it, and with it pandas, for a kind of generation that nothing uses.
-        with hidden("sklearn"):
+        # transformers imports them, and with them pandas, for a kind of generation and for losses
+        # of object detection that nothing uses.
+        with uncollected(), hidden("sklearn"), hidden("scipy"):
             import transformers.generation.candidate_generator  # noqa: F401
+
+            import learner.model.loading  # noqa: F401
         report.facts = _check_data(config, report)
         shape = report.attempt(lambda: _shape(folder, rollouts, report.lines))
     report.attempt(lambda: _require_objectives(rollouts.pipeline))
@@ -301,6 +305,7 @@ def _learnable(
             tokens.codec,
             max_new_tokens=config.rollout_matching.max_new_tokens,
             answer_format=config.answer_format.for_pictures(encoder.picture_resize),
+            checkpoint=Path(config.model.path),
         )
         if warning is not None:
             lines.append(f"warning   {warning}")

@@ -93,6 +93,9 @@ class Cluster:
             options = {"include_dashboard": cluster.dashboard}
         # The clients of engines and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        # Ray would start an idle process per CPU, which none of our actors can use: each actor has
+        # its own runtime_env.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         self._ends.callback(ray.shutdown)
         try:
             with self._start_up.stage("Ray"):
@@ -129,8 +132,9 @@ class Cluster:
                     )
             case EngineLocation.ACTORS:
                 # Wait for the learner first: its errors about bad input are the clearest, and it
-                # starts in seconds. The engines, which were created before, start meanwhile.
+                # starts in seconds. The engines start meanwhile.
                 engines = self._place_actors(placement, places, learner)
+                engines.engines.begin_start()
                 workers = len(placement.engines) * placement.devices_per_engine
                 topologies = rank_topologies(placement, ReceiverGroup(workers))
                 with self._start_up.stage(names):

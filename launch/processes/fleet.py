@@ -165,6 +165,8 @@ class Fleet:
         """Number of rollout devices of each actor, in order; empty before the start."""
         self.asks_next_on_failure = asks_next_on_failure
         self._replacements = replacements
+        self._starting: list[ObjectRef] = []
+        """References to the answers of a start that was begun and is not waited for yet."""
 
     @property
     def replaces_lost(self) -> bool:
@@ -179,8 +181,14 @@ class Fleet:
         limit = self.timeouts.stall
         return None if limit is None else StallWatch(self.names, limit)
 
+    def begin_start(self) -> None:
+        """Ask all actors to start, and do not wait: `start` does."""
+        self._starting = [actor.start.remote() for actor in self.actors]
+
     def start(self) -> None:
         """Start all actors at once and wait for them. Actors killed during the start are replaced.
+
+        The time limit begins now, also after `begin_start`.
 
         Raises:
             RolloutError: phase "start"; a LostStartError if another start may succeed.
@@ -191,7 +199,10 @@ class Fleet:
             "start", timeouts.start, timeouts.start_check, RolloutError, gone=LostStartError
         )
         deadline = call.deadline()
-        waiting = {actor.start.remote(): index for index, actor in enumerate(self.actors)}
+        if not self._starting:
+            self.begin_start()
+        waiting = {answer: index for index, answer in enumerate(self._starting)}
+        self._starting = []
         devices: dict[int, int] = {}
         processes = [""] * len(self.actors)
         while waiting:

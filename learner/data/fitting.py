@@ -327,17 +327,32 @@ def describe_small_objects(key: str, fittings: Sequence[Fitting], resize: Pictur
 
 
 def describe_cut_answers(
-    fitting: Fitting, codec: HFTokenCodec, *, max_new_tokens: int, answer_format: AnswerFormat
+    fitting: Fitting,
+    codec: HFTokenCodec,
+    *,
+    max_new_tokens: int,
+    answer_format: AnswerFormat,
+    checkpoint: Path | None = None,
 ) -> str | None:
     """Return a text that says how many ground truths are longer than `max_new_tokens`.
 
-    Return None if there are none.
+    Return None if there are none. If `checkpoint` is set, the folder of `codec`, the lengths are
+    cached for later runs.
     """
     samples = fitting.samples
     text_K = fitting.measures.text_K
+    key = ""
+    if checkpoint is not None and samples.key:
+        rows = fitting.measures.rows_K.tolist()
+        of_text = (_checkpoint_digest(checkpoint), answer_format, max_new_tokens)
+        key = kept.digest_of(samples.key, rows, *of_text)
+    file = kept.kept_file(samples.path, "cut")
     if not fitting.taught:
         cut = text_K[text_K > max_new_tokens].tolist()
+    elif key and (found := kept.read(file, key)) is not None:
+        cut = found.rest
     else:
+        started_s = time.monotonic()
         # The append has the same objects with longer keys. If the append is short enough, the
         # answer is too and need not be encoded.
         candidates = (samples[row] for row in np.flatnonzero(text_K >= max_new_tokens).tolist())
@@ -345,6 +360,9 @@ def describe_cut_answers(
         # Plus the stop token.
         lengths = (len(codec.encode(text)) + 1 for text in texts)
         cut = [length for length in lengths if length > max_new_tokens]
+        # Reading a few numbers costs less than reading the measures of all rows.
+        if key and time.monotonic() - started_s >= kept.QUICK_S / 10:
+            kept.keep(file, key, {}, cut, lost="measures the answers")
     if not cut:
         return None
     return (

@@ -1,10 +1,11 @@
+import gc
 import importlib
 import sys
 
 import pytest
 
 from launch.checks import host
-from launch.checks.host import compiler_problems, hidden, vllm_import
+from launch.checks.host import compiler_problems, hidden, uncollected, vllm_import
 from shared.weight_sync.transports import Device
 from tests.fixtures.config_changes import load
 
@@ -81,6 +82,22 @@ def test_a_hidden_package_is_found_again_afterwards_and_an_imported_one_is_not_h
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("out_of_sight", None)
+
+
+def test_the_garbage_collector_is_off_only_while_packages_are_imported():
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), uncollected():
+        importlib.import_module("no_such_package")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled(), "as it was"
+    finally:
+        gc.enable()
 
 
 def test_a_run_without_engines_of_its_own_imports_no_vllm(monkeypatch):

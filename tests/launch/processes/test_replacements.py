@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 import ray
 from fake_actors import create_fake_actor
 
+from launch.processes import fleet
 from launch.processes.fleet import Fleet, RolloutTimeouts
 from launch.processes.replacements import Replacements, RestartBudget, StallWatch
 from launch.processes.rollout_client import RolloutClient
@@ -44,6 +46,27 @@ def test_so_many_actors_may_be_replaced_in_any_window():
     assert taken == [True, True, False, True, False, True]
     assert "max_restarts permits 2 in 100 s (restart_window_s)" in budget.refusal("not")
     assert not RestartBudget(ActorsSection(max_restarts=0)).take()
+
+
+def test_a_start_that_was_begun_is_waited_for_and_not_asked_again(monkeypatch):
+    asked = []
+
+    class Starting:
+        @staticmethod
+        def remote():
+            asked.append(f"answer {len(asked)}")
+            return asked[-1]
+
+    actors = [SimpleNamespace(start=Starting) for _ in NAMES]
+    monkeypatch.setattr(fleet, "next_ready", lambda waiting: next(reversed(waiting)))
+    monkeypatch.setattr(fleet, "result_of", lambda _, name, answer: (int(answer[-1]), name))
+    engines = Fleet(actors, NAMES, LIMITS)
+    engines.begin_start()
+    assert asked == ["answer 0", "answer 1"] and engines.devices == ()
+    engines.start()
+    assert len(asked) == 2 and engines.devices == (0, 1)
+    engines.start()
+    assert len(asked) == 4 and engines.devices == (2, 3)
 
 
 GOOD = ("", "")

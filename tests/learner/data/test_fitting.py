@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from config_support import configuration, trajectory_config
 from PIL import Image
@@ -21,6 +22,7 @@ from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
+from shared.grounding.formats import COORD_TOKENS_FORMAT
 from shared.grounding.json_list import PictureResize
 from shared.records import ImageRef, Sample
 
@@ -203,6 +205,39 @@ def test_rows_are_measured_once_for_a_tokenizer_and_a_question(measured):
     assert measured()[1] == 192
     # Images may have other numbers of tokens.
     assert measured(data__max_pixels=4 * 96 * 96)[1] == 256
+
+
+@pytest.mark.slow
+def test_lengths_of_answers_that_will_be_cut_are_measured_once(measured, monkeypatch):
+    found, _ = measured()
+    codec = load_tokens(configuration(measured.model, measured.data, measured.data)).codec
+    encoded = []
+    encode = codec.encode
+
+    def counting(text):
+        encoded.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(codec, "encode", counting)
+
+    def described(limit=20, checkpoint=measured.model, of=found):
+        settings = {"max_new_tokens": limit, "answer_format": COORD_TOKENS_FORMAT}
+        return fitting.describe_cut_answers(of, codec, checkpoint=checkpoint, **settings)
+
+    first = described()
+    num = len(encoded)
+    assert num and first == described(checkpoint=None) and len(encoded) == 2 * num
+    assert described() == first and len(encoded) == 2 * num
+    assert described(limit=30) != first and len(encoded) > 2 * num, "another limit is another key"
+    few = found._replace(
+        samples=found.samples.keep(np.arange(3), ()),
+        measures=replace(
+            found.measures, **{name: getattr(found.measures, name)[:3] for name in fitting._COLUMNS}
+        ),
+    )
+    assert described() == first, "kept last"
+    assert "of the 3 samples" in described(of=few)
+    assert described(of=few) == described(of=few, checkpoint=None)
 
 
 @pytest.mark.slow
