@@ -358,8 +358,8 @@ def as_schema_overrides(arguments: list[str]) -> list[str]:
     `cluster.kind=local`. A value that Hydra's grammar does not accept is quoted, such as a path
     with brackets.
 
-    Raises:
-        ConfigError: a key names an entry of a list in brackets (`a[0]`), which Hydra cannot parse.
+    Raises ConfigError if a key names an entry of a list in brackets (`a[0]`), which Hydra cannot
+    parse.
     """
     overrides = []
     problems = []

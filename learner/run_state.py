@@ -134,11 +134,9 @@ def load_tensors(folder: Path, shard: int, num_shards: int) -> tuple[dict[str, t
     The checkpoint may have another number of shards. The tensors are then cut anew, as FSDP2 cuts
     parameters: along the first dimension, with parts that may be empty.
 
-    Returns:
-        The tensors by name, and whether the checkpoint has this number of shards.
+    Returns the tensors by name, and whether the checkpoint has this number of shards.
 
-    Raises:
-        ConfigError: a file is missing or damaged.
+    Raises ConfigError if a file is missing or damaged.
     """
     with _readable(folder), ExitStack() as files:
         num_saved = len([*(folder / STATE_FOLDER).glob("rank_*.safetensors")])

@@ -42,8 +42,7 @@ def read_record(file: Path, kind: type[T], *, key: str, remedy: str) -> T | None
         key: the key of the configuration that led to the file.
         remedy: what to do about a damaged file.
 
-    Raises:
-        ConfigError: names the file and the first wrong field.
+    Raises ConfigError, which names the file and the first wrong field.
     """
     try:
         return TypeAdapter(kind).validate_json(file.read_bytes())
@@ -231,8 +230,7 @@ def load_record(
     are what an importer kept of the annotations (`shared.data.annotations`). All other keys become
     `metadata`.
 
-    Raises:
-        RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.
+    Raises RecordError, which names the field, such as `objects[1].bbox_2d`, and the remedy.
     """
     if not isinstance(mapping, Mapping):
         remedy = "write one object per row, with images, width, height and objects"

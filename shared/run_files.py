@@ -290,8 +290,7 @@ def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:
 def damage(checkpoint: Path) -> str | None:
     """Return how a checkpoint's files differ from its list of sha256 sums; None if they are equal.
 
-    Raises:
-        ConfigError: a file cannot be read, so its content is unknown.
+    Raises ConfigError if a file cannot be read, so its content is unknown.
     """
     try:
         listed = (checkpoint / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()

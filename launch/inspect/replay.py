@@ -260,9 +260,8 @@ def learn_again(
         versions: weight version of the learner in each step, by step number.
         examples: numbers of dataset rows of the run's environment; None without an environment.
 
-    Raises:
-        ConfigError, RecordError: the log lacks a requested rollout, or has another rollout in its
-            place; also errors of `Learner`.
+    Raises ConfigError or RecordError if the log lacks a requested rollout, or has another rollout
+    in its place; also errors of `Learner`.
     """
     import torch
 

@@ -54,8 +54,7 @@ Line = Mapping[str, Any]
 def write_page(runs: Mapping[Path, RunConfig], path: Path, step: int | None = None) -> None:
     """Write the page of runs, given by folder, to `path`.
 
-    Args:
-        step: the step whose rollouts the page contains; None: the newest steps (`MAX_BYTES`).
+    `step`: the step whose rollouts the page contains; None: the newest steps (`MAX_BYTES`).
 
     Raises StorageError if `path` cannot be written, OSError if a run's file cannot be read,
     ConfigError if a run has no log of the step, and RecordError for a damaged line.

@@ -42,9 +42,8 @@ class ImportGgufOptions(Section):
 def import_gguf(file: Path, out: Path, *, dtype: torch.dtype) -> str:
     """Write weights, configuration and tokenizer to the folder `out`; return a line about it.
 
-    Raises:
-        ConfigError: `gguf` is missing, `file` is not a GGUF file, transformers cannot convert its
-            architecture or its tokenizer, or its vocabulary has another size than the weights.
+    Raises ConfigError if `gguf` is missing, `file` is not a GGUF file, transformers cannot convert
+    its architecture or its tokenizer, or its vocabulary has another size than the weights.
     """
     if find_spec("gguf") is None:
         raise ConfigError(

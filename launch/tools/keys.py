@@ -106,8 +106,7 @@ def all_keys() -> list[Key]:
 def keys_below(section: str) -> list[Key]:
     """List the configuration key `section` and all keys below it; all keys for an empty text.
 
-    Raises:
-        ConfigError: there is no such key; the message suggests one.
+    Raises ConfigError if there is no such key; the message suggests one.
     """
     keys = all_keys()
     plain = {key.path: _plain(key.path) for key in keys}

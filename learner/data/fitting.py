@@ -137,8 +137,7 @@ def require_lengths(
         checkpoint: folder of `encoder` and `codec`. If set, numbers of tokens are cached for later
             runs.
 
-    Returns:
-        The samples that are not skipped, with their numbers of tokens and objects.
+    Returns the samples that are not skipped, with their numbers of tokens and objects.
 
     Raises:
         ConfigError: a sample could exceed `global_max_length` (the message shows the longest one),

@@ -329,9 +329,8 @@ class RolloutService:
     ) -> SyncReport | None:
         """Run one phase of a weight sync. If it fails, the sync must start again.
 
-        Args:
-            run: the training run that sends the weights and gets the lease; empty: no run, which is
-                accepted if no run has the lease.
+        `run`: the training run that sends the weights and gets the lease; empty: no run, which is
+        accepted if no run has the lease.
 
         Raises RefusalError if the phase is not due or another run has the lease. Raises the
         engine's errors.

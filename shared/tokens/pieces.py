@@ -30,8 +30,7 @@ def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tu
         vocabulary: id of each token, which is written in the characters of `byte_alphabet`.
         literal: plain text of each added token (special and coordinate tokens), by id.
 
-    Raises:
-        ValueError: the vocabulary is not byte-level.
+    Raises ValueError if the vocabulary is not byte-level.
     """
     alphabet = byte_alphabet()
     pieces = [b""] * (1 + max((*vocabulary.values(), *literal), default=-1))

@@ -66,8 +66,7 @@ class EvaluationSettings:
         Options may change the endpoint, the number of examples and the number of rollouts per
         example.
 
-        Raises:
-            ConfigError: another given option differs from these settings.
+        Raises ConfigError if another given option differs from these settings.
         """
         has_sampling = options.sampling_args is not None or options.tokens
         sampling = _sampling(options) if has_sampling else None
