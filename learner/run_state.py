@@ -225,7 +225,6 @@ def row_as_bytes(row: list[Segment]) -> bytes:
 
 
 def row_from_bytes(content: bytes) -> list[Segment]:
-    """Invert `row_as_bytes`."""
     size = 8 + int.from_bytes(content[:8])
     tensors = safetensors.torch.load(content[size:])
     row: list[Segment] = _decoded(json.loads(content[8:size]), tensors)
@@ -274,7 +273,6 @@ def _encoded(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
 
 
 def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Invert `_encoded`."""
     if isinstance(value, list):
         is_plain = set(map(type, value)) <= _PLAIN
         return tuple(value if is_plain else (_decoded(item, tensors) for item in value))

@@ -258,7 +258,6 @@ class SampleStream(Iterator[int]):
         self._order = self._epoch_order()
 
     def take(self, n: int) -> list[int]:
-        """Return the next `n` indices."""
         return [next(self) for _ in range(n)]
 
     def _epoch_order(self) -> np.ndarray:
@@ -321,7 +320,6 @@ class MixedStream(Iterator[Draw]):
             stream.move_to(blocks * self._block.count(number) + in_block)
 
     def take(self, n: int) -> list[Draw]:
-        """Return the next `n` draws."""
         return [next(self) for _ in range(n)]
 
 
@@ -343,7 +341,6 @@ class RowStream:
         self._stream = MixedStream(sizes, weights, seed, shuffle)
 
     def take(self, n: int) -> list[int]:
-        """Return the next `n` row indices."""
         return [self._starts[one.source] + one.row for one in self._stream.take(n)]
 
     def move_to(self, position: int) -> None:

@@ -289,8 +289,6 @@ def load_record(
 
 @dataclass(frozen=True, slots=True)
 class _ImageCheck:
-    """Checks the images of one row."""
-
     root: Path
     require: bool
     size: ImageSize | None
@@ -358,7 +356,6 @@ def _refuse(field: str, problem: str, remedy: str) -> NoReturn:
 
 
 def _kind(value: object) -> str:
-    """Return the name of a JSON value for messages."""
     if isinstance(value, str) and not value.strip():
         return "empty"
     return _KINDS[type(value)] if type(value) in _KINDS else type(value).__name__

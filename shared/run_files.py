@@ -250,7 +250,6 @@ def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def damaged_line(path: Path, number: int, problem: str) -> RecordError:
-    """Return a RecordError about a damaged line, numbered from 1, of a file in a run folder."""
     remedy = "restore the file from a copy of the run folder, or remove the line"
     return RecordError(problem, field="line", remedy=remedy, file=str(path), line=number)
 

@@ -131,7 +131,6 @@ class _Search:
     fitting: Callable[[RunConfig], Estimate | None]
 
     def is_new(self, change: Change) -> bool:
-        """Return whether the change differs from the configuration."""
         return any(self._value(path) != value for path, value in change.items())
 
     def _value(self, path: str) -> object:

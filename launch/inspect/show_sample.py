@@ -11,7 +11,6 @@ same page.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -333,7 +332,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
-        options = read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)
+        options = read_arguments(ShowOptions, arguments)
         print(escaped(str(show_sample(options))))
 
 

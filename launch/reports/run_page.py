@@ -243,7 +243,6 @@ def faults(run: Path, lines: Sequence[Line]) -> list[str]:
 
 
 def _logged(run: Path) -> list[int]:
-    """Return the steps whose rollouts are logged, ascending."""
     files = (run / "rollouts").glob("step_*.jsonl")
     return sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
 

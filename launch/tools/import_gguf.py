@@ -9,7 +9,6 @@ the weights as the file's numbers give them; what quantization lost stays lost.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -104,9 +103,7 @@ def import_gguf(file: Path, out: Path, *, dtype: torch.dtype) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
-        options = read_arguments(
-            ImportGgufOptions, sys.argv[1:] if arguments is None else arguments
-        )
+        options = read_arguments(ImportGgufOptions, arguments)
         import torch
 
         dtype = getattr(torch, options.dtype)

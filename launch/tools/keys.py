@@ -98,7 +98,6 @@ def keys_of(schema: JsonSchema, above: str = "") -> Iterator[Key]:
 
 
 def all_keys() -> list[Key]:
-    """List every key of the configuration."""
     schema = RunConfig.model_json_schema()
     return list(keys_of(_resolved(schema, schema["$defs"])))
 
@@ -195,7 +194,6 @@ def _sections(field: JsonSchema) -> Iterator[tuple[str, JsonSchema]]:
 
 
 def _values(field: JsonSchema) -> str:
-    """Describe the values that a key takes."""
     kinds = dict.fromkeys(_value(option) for option in _options(field))
     return " or ".join(sorted(kinds, key=lambda kind: kind == "null"))
 

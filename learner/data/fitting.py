@@ -30,8 +30,7 @@ from shared.grounding.geometry import aabb
 from shared.grounding.json_list import PictureResize
 from shared.grounding.serialize import AnswerFormat, SerializedText
 from shared.records import GeometryKind, Sample
-from shared.tokens.hf_codec import HFTokenCodec
-from shared.tokens.pieces import piece_spans
+from shared.tokens.hf_codec import HFTokenCodec, piece_spans
 from shared.tokens.vocabulary import NUM_BINS
 
 # The token at which appended text meets the rollout's is encoded again and may become a few tokens.

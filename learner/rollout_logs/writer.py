@@ -158,7 +158,6 @@ def read_lines(path: Path, record: TypeAdapter[RecordT]) -> list[RecordT]:
 
 
 def _problem(error: ValueError) -> tuple[str, str]:
-    """Return the invalid field and its problem."""
     if not isinstance(error, ValidationError):
         return "line", f"is not JSON ({error})"
     first = error.errors(include_url=False)[0]

@@ -94,7 +94,6 @@ class SyncState:
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
     def finish(self, phase: SyncPhase) -> SyncState:
-        """Return the state after this phase has succeeded."""
         if phase is PHASES[-1]:
             return replace(self, due=SyncPhase.PAUSE, run=self.syncing)
         return replace(self, due=PHASES[PHASES.index(phase) + 1])

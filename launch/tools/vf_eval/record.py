@@ -46,7 +46,6 @@ class EvaluationSettings:
 
     @classmethod
     def from_options(cls, options: EvalOptions) -> EvaluationSettings:
-        """Return the settings of a new evaluation with these options."""
         assert options.environment is not None, "required unless an evaluation is resumed"
         return cls(
             environment=options.environment,
