@@ -28,7 +28,7 @@ from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
 from learner.rollout_logs.samples import RolloutRecord
 from learner.rollout_logs.trajectories import ExampleEntry, TrajectoryRecord
-from learner.rollout_logs.writer import step_path
+from learner.rollout_logs.writer import logged_steps, step_path
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section
@@ -122,9 +122,7 @@ def _find_line(options: ShowOptions, read_step: Callable[[Path], list[RecordT]])
     try:
         lines = read_step(path)
     except FileNotFoundError as error:
-        files = folder.glob("step_*.jsonl")
-        steps = sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
-        if not steps:
+        if not (steps := logged_steps(folder)):
             why = "train at least one step with telemetry.rollouts: true"
             raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
         problem = f"has no step {options.step}; it has {_ranges(steps)}"

@@ -27,7 +27,7 @@ from launch.inspect.sample_pages.html import render
 from launch.reports.step_rows import as_json, step_rows
 from launch.run_folder.ledger import LEDGER
 from launch.run_folder.saved_run import read_run
-from learner.rollout_logs.writer import step_path
+from learner.rollout_logs.writer import logged_steps, step_path
 from shared.config import RunConfig
 from shared.errors import ConfigError
 from shared.metrics import metric_of
@@ -162,7 +162,7 @@ def _run_data(run: Path, config: RunConfig, lines: Sequence[Line], width: int) -
             if one.rule != VERDICT
         ],
         "faults": faults(run, lines),
-        "logged": _logged(run),
+        "logged": logged_steps(run / "rollouts"),
         "samples": [file.name for file in (run / "samples").glob("step_*.html")],
     }
 
@@ -242,17 +242,12 @@ def faults(run: Path, lines: Sequence[Line]) -> list[str]:
     return found
 
 
-def _logged(run: Path) -> list[int]:
-    files = (run / "rollouts").glob("step_*.jsonl")
-    return sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
-
-
 def _embedded(run: Path, step: int | None, *, served: bool) -> list[int]:
     """Return the steps whose rollouts the page contains.
 
     Raises ConfigError if `step` is not logged.
     """
-    logged = _logged(run)
+    logged = logged_steps(run / "rollouts")
     if step is not None:
         if step not in logged:
             has = f"has {logged[0]} to {logged[-1]}" if logged else "has no rollouts"

@@ -113,6 +113,12 @@ def step_path(folder: Path, step: int, rank: int = 0) -> Path:
     return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
 
 
+def logged_steps(folder: Path) -> list[int]:
+    """Return the steps that have a file in a run's `rollouts/`, ascending."""
+    files = folder.glob("step_*.jsonl")
+    return sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
+
+
 def picture_path(folder: Path, sha256: str) -> Path:
     return folder / "images" / sha256
 
