@@ -27,7 +27,7 @@ from learner.data.samples import image_size, load_samples
 from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
 from learner.rollout_logs.samples import RolloutRecord
-from learner.rollout_logs.trajectories import ExampleEntry, TrajectoryRecord
+from learner.rollout_logs.trajectories import TrajectoryRecord
 from learner.rollout_logs.writer import logged_steps, step_path
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
@@ -283,12 +283,6 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
     return tuple(notes)
 
 
-def _has_relative(example: ExampleEntry) -> bool:
-    """Return whether the learner computed the advantage of any token from the group's rewards."""
-    marks = example.get("token_is_relative")
-    return marks is None or any(marks)
-
-
 def _rollout_notes(
     section: EnvironmentSection, pipeline: PipelineSection, line: TrajectoryRecord
 ) -> tuple[str, ...]:
@@ -299,7 +293,9 @@ def _rollout_notes(
     if section.teacher is not None:
         changes.append("the teacher's log-probabilities")
     notes = []
-    if line["examples"] and not any(map(_has_relative, line["examples"])):
+    # By token, whether the learner computed the advantage from the group's rewards; None: all.
+    marks = [example.get("token_is_relative") for example in line["examples"]]
+    if marks and all(one is not None and not any(one) for one in marks):
         notes.append("The environment set the advantages shown. The learner used them unchanged.")
     elif changes:
         names = ", ".join(changes)
