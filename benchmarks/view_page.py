@@ -19,8 +19,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from launch.cli import CONF, as_mapping, as_schema_overrides
-from launch.reports.run_page import page
-from launch.reports.step_rows import as_json, step_rows
+from launch.reports.run_page import as_json, page, step_rows
 from learner.rollout_logs.trajectories import trajectory_record
 from learner.rollout_logs.writer import StepLog, step_path
 from shared.config import load_config

@@ -208,12 +208,15 @@ def read_words(doc: str | None, arguments: Sequence[str] | None) -> list[str]:
     return words
 
 
-def read_arguments(schema: type[Options], arguments: Sequence[str]) -> Options:
+def read_arguments(schema: type[Options], arguments: Sequence[str] | None) -> Options:
     """Parse a command's `key=value` arguments into its options; `--help` prints the keys and exits.
 
     A value is read as a YAML scalar, unless its key has the type `str` or `Path`: then it stays
-    text. `null` is read as None if the schema permits None. Raises ConfigError with every problem.
+    text. `null` is read as None if the schema permits None. `arguments` None: the process's.
+
+    Raises ConfigError with every problem.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         _print_help(schema)
         sys.exit(0)
@@ -358,8 +361,8 @@ def as_schema_overrides(arguments: list[str]) -> list[str]:
     `cluster.kind=local`. A value that Hydra's grammar does not accept is quoted, such as a path
     with brackets.
 
-    Raises:
-        ConfigError: a key names an entry of a list in brackets (`a[0]`), which Hydra cannot parse.
+    Raises ConfigError if a key names an entry of a list in brackets (`a[0]`), which Hydra cannot
+    parse.
     """
     overrides = []
     problems = []

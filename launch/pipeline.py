@@ -44,8 +44,7 @@ def one_ahead(
 
     At most one round is generated while the consumer, the learner, uses another.
 
-    Args:
-        submit: starts to generate a round and returns a handle whose `result()` waits for it.
+    `submit`: starts to generate a round and returns a handle whose `result()` waits for it.
     """
     pending = None
     for round_ in rounds:

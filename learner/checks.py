@@ -59,8 +59,7 @@ def check_weight_versions(sampled: Sequence[Sampling], version: int, *, max_stal
     version. The round's version may be at most `max_staleness` versions older (decision 13). All
     rollouts of a round have one version because engines do not generate while weights change.
 
-    Raises:
-        RolloutError: an engine missed a weight sync.
+    Raises RolloutError if an engine missed a weight sync.
     """
     allowed = f", and rollout_matching.max_staleness is {max_staleness}" if max_staleness else ""
     for one in sampled:
@@ -161,9 +160,8 @@ def check_logprobs(
     Example: engine [-0.50, -2.10], learner [-0.50, -2.09], tolerance 1e-3: the second token is an
     outlier. In float32 no outlier is permitted, so it ends the run.
 
-    Raises:
-        RolloutError: there are more outliers than the tolerance permits, or a log-probability is
-            NaN. The error names the sample, the token and both log-probabilities.
+    Raises RolloutError if there are more outliers than the tolerance permits, or a log-probability
+    is NaN. The error names the sample, the token and both log-probabilities.
     """
     if not len(engine_K):
         return so_far

@@ -328,6 +328,5 @@ def _concat(dtype: Any, parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _floats(parts: Iterable[Any]) -> torch.Tensor:
-    """Concatenate the segments' parts into one float32 column."""
     columns = (np.array(part, dtype=np.float32) for part in parts)
     return torch.from_numpy(_concat(np.float32, columns))

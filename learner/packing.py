@@ -221,11 +221,10 @@ Row = list[Segment]
 def moves_to_equal(num_rows: Sequence[int]) -> list[tuple[int, int]]:
     """Return by which moves of single rows all ranks get equally many, up to one row.
 
-    Args:
-        num_rows: the number of rows of each rank.
+    `num_rows`: the number of rows of each rank.
 
-    Returns:
-        For each row that moves, the rank that gives its last row away, and the rank that gets it.
+    Returns, for each row that moves, the rank that gives its last row away and the rank that gets
+    it.
 
     Example: for 4, 0 and 1 rows these are (0, 1) and (0, 2), and the ranks then have 2, 1 and 2.
     """

@@ -134,11 +134,9 @@ def load_tensors(folder: Path, shard: int, num_shards: int) -> tuple[dict[str, t
     The checkpoint may have another number of shards. The tensors are then cut anew, as FSDP2 cuts
     parameters: along the first dimension, with parts that may be empty.
 
-    Returns:
-        The tensors by name, and whether the checkpoint has this number of shards.
+    Returns the tensors by name, and whether the checkpoint has this number of shards.
 
-    Raises:
-        ConfigError: a file is missing or damaged.
+    Raises ConfigError if a file is missing or damaged.
     """
     with _readable(folder), ExitStack() as files:
         num_saved = len([*(folder / STATE_FOLDER).glob("rank_*.safetensors")])
@@ -227,7 +225,6 @@ def row_as_bytes(row: list[Segment]) -> bytes:
 
 
 def row_from_bytes(content: bytes) -> list[Segment]:
-    """Invert `row_as_bytes`."""
     size = 8 + int.from_bytes(content[:8])
     tensors = safetensors.torch.load(content[size:])
     row: list[Segment] = _decoded(json.loads(content[8:size]), tensors)
@@ -276,7 +273,6 @@ def _encoded(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
 
 
 def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Invert `_encoded`."""
     if isinstance(value, list):
         is_plain = set(map(type, value)) <= _PLAIN
         return tuple(value if is_plain else (_decoded(item, tensors) for item in value))

@@ -101,8 +101,7 @@ class Saving:
             The time span of this rank's write; an empty list if no save was begun; None if the
             checkpoint is not complete yet.
 
-        Raises:
-            StorageError: the checkpoint cannot be written. Only the copy in memory remains.
+        Raises StorageError if the checkpoint cannot be written. Only the copy in memory remains.
         """
         save = self._save
         if save is None:
@@ -124,8 +123,7 @@ class Saving:
                 data and frozen weights, by configuration key.
             allow: configuration keys whose values may differ (`resume.allow`).
 
-        Raises:
-            ConfigError: the checkpoint is damaged, or belongs to other data or weights.
+        Raises ConfigError if the checkpoint is damaged, or belongs to other data or weights.
         """
         state = RankState.load(checkpoint, self._ranks.rank)
         shards = self._ranks.shards

@@ -296,7 +296,6 @@ class ImageEncoder:
         return images_of_key
 
     def num_images(self, token_ids: Sequence[int]) -> int:
-        """Return the number of images in these tokens."""
         return len(self._runs(token_ids))
 
     def _runs(self, token_ids: Sequence[int]) -> list[int]:

@@ -68,8 +68,7 @@ def rank_share(total: int, world_size: int, rank: int, *, together: int = 1) -> 
 
     If the total cannot be divided evenly, the first ranks have one request (or group) more.
 
-    Args:
-        together: number of rollouts of a prompt, which stay on one rank; divides `total`.
+    `together`: number of rollouts of a prompt, which stay on one rank; divides `total`.
 
     Example: 5 over 2 ranks are `range(0, 3)` and `range(3, 5)`.
     """
@@ -95,12 +94,10 @@ def chunk_size(
     It is the largest number at which no rollout device decodes more than `decode_batch_size`
     requests at a time.
 
-    Args:
-        server_world_sizes: the number of devices of each server or engine.
+    `server_world_sizes`: the number of devices of each server or engine.
 
-    Raises:
-        ValueError: a count is below 1, there is no server, or `decode_batch_size * devices` is
-            below the number of learner ranks, so that a rank would have no request.
+    Raises ValueError if a count is below 1, there is no server, or `decode_batch_size * devices` is
+    below the number of learner ranks, so that a rank would have no request.
     """
     counts = (decode_batch_size, learner_world_size, *server_world_sizes)
     if min(counts) < 1 or not server_world_sizes:

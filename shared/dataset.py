@@ -103,11 +103,9 @@ class Dataset(Sequence[Sample]):
     def keep(self, rows: np.ndarray, skipped: Sequence[str]) -> Dataset:
         """Return a dataset with only the rows at these ascending indices.
 
-        Args:
-            skipped: the reason for each skipped row of the file, including rows skipped earlier.
+        `skipped`: the reason for each skipped row of the file, including rows skipped earlier.
 
-        Raises:
-            RecordError: `rows` is empty.
+        Raises RecordError if `rows` is empty.
         """
         samples = self.samples
         if len(rows) < len(samples):
@@ -159,10 +157,9 @@ def load_dataset(
         sort_objects, geometry, image_size, known_images: as in `load_record`.
         require: raises RecordError for a sample that the run cannot use.
 
-    Raises:
-        RecordError: names file, line, field and remedy of the first 20 bad rows, and the number of
-            all bad rows. With "skip", it is raised only if the file cannot be read or has no usable
-            row, or if an object has a geometry that the run does not learn.
+    Raises RecordError, which names file, line, field and remedy of the first 20 bad rows, and the
+    number of all bad rows. With "skip", it is raised only if the file cannot be read or has no
+    usable row, or if an object has a geometry that the run does not learn.
     """
     path = Path(path)
     rules = RowRules(sort_objects, check_images, geometry, source)
@@ -232,8 +229,7 @@ class SampleStream(Iterator[int]):
 
     Example: `SampleStream(3, seed=0, shuffle=False).take(4)` is `[0, 1, 2, 0]`.
 
-    Args:
-        number: index of the stream among several with the same seed.
+    `number`: index of the stream among several with the same seed.
     """
 
     def __init__(self, num_samples: int, seed: int, shuffle: bool, number: int = 0) -> None:
@@ -262,7 +258,6 @@ class SampleStream(Iterator[int]):
         self._order = self._epoch_order()
 
     def take(self, n: int) -> list[int]:
-        """Return the next `n` indices."""
         return [next(self) for _ in range(n)]
 
     def _epoch_order(self) -> np.ndarray:
@@ -325,7 +320,6 @@ class MixedStream(Iterator[Draw]):
             stream.move_to(blocks * self._block.count(number) + in_block)
 
     def take(self, n: int) -> list[Draw]:
-        """Return the next `n` draws."""
         return [next(self) for _ in range(n)]
 
 
@@ -347,7 +341,6 @@ class RowStream:
         self._stream = MixedStream(sizes, weights, seed, shuffle)
 
     def take(self, n: int) -> list[int]:
-        """Return the next `n` row indices."""
         return [self._starts[one.source] + one.row for one in self._stream.take(n)]
 
     def move_to(self, position: int) -> None:

@@ -132,8 +132,8 @@ def on_white(picture: Image) -> Image:
     The image is rotated by its EXIF orientation, and transparent pixels get a white background.
     Pixels with more than 8 bits lose the lower bits. Engines and learner both use this function.
 
-    Raises:
-        ValueError: the range of the pixel values is not known, and so the value of white is not.
+    Raises ValueError if the range of the pixel values is not known, and so the value of white is
+    not.
     """
     pixels = _rgb(picture)
     # Read after the pixels: Pillow rotates a TIFF while it loads it, and removes the tag.

@@ -87,8 +87,7 @@ class RolloutBackend(RankBackend, Protocol):
         log-probabilities differ from the learner's by more than
         `rollout_matching.logprob_tolerance` permits.
 
-        Raises:
-            RolloutError: a request cannot be answered, or the backend is closed.
+        Raises RolloutError if a request cannot be answered, or the backend is closed.
         """
         ...
 

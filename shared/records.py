@@ -42,8 +42,7 @@ def read_record(file: Path, kind: type[T], *, key: str, remedy: str) -> T | None
         key: the key of the configuration that led to the file.
         remedy: what to do about a damaged file.
 
-    Raises:
-        ConfigError: names the file and the first wrong field.
+    Raises ConfigError, which names the file and the first wrong field.
     """
     try:
         return TypeAdapter(kind).validate_json(file.read_bytes())
@@ -231,8 +230,7 @@ def load_record(
     are what an importer kept of the annotations (`shared.data.annotations`). All other keys become
     `metadata`.
 
-    Raises:
-        RecordError: names the field, such as `objects[1].bbox_2d`, and the remedy.
+    Raises RecordError, which names the field, such as `objects[1].bbox_2d`, and the remedy.
     """
     if not isinstance(mapping, Mapping):
         remedy = "write one object per row, with images, width, height and objects"
@@ -291,8 +289,6 @@ def load_record(
 
 @dataclass(frozen=True, slots=True)
 class _ImageCheck:
-    """Checks the images of one row."""
-
     root: Path
     require: bool
     size: ImageSize | None
@@ -360,7 +356,6 @@ def _refuse(field: str, problem: str, remedy: str) -> NoReturn:
 
 
 def _kind(value: object) -> str:
-    """Return the name of a JSON value for messages."""
     if isinstance(value, str) and not value.strip():
         return "empty"
     return _KINDS[type(value)] if type(value) in _KINDS else type(value).__name__

@@ -250,7 +250,6 @@ def read_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def damaged_line(path: Path, number: int, problem: str) -> RecordError:
-    """Return a RecordError about a damaged line, numbered from 1, of a file in a run folder."""
     remedy = "restore the file from a copy of the run folder, or remove the line"
     return RecordError(problem, field="line", remedy=remedy, file=str(path), line=number)
 
@@ -290,8 +289,7 @@ def write_sums(folder: Path, files: Iterable[Path], name: str) -> Path:
 def damage(checkpoint: Path) -> str | None:
     """Return how a checkpoint's files differ from its list of sha256 sums; None if they are equal.
 
-    Raises:
-        ConfigError: a file cannot be read, so its content is unknown.
+    Raises ConfigError if a file cannot be read, so its content is unknown.
     """
     try:
         listed = (checkpoint / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -123,9 +123,9 @@ def _describe(error: BaseException) -> str:
 def check_environment(config: RunConfig, section: EnvironmentSection) -> DataFacts:
     """Load the environment in this process, as its actors will do, check it, and close it.
 
-    Raises:
-        ConfigError: no such environment, wrong arguments, no data, no parser of its tool calls,
-            settings or a checkpoint that do not suit it, or any error of the environment's code.
+    Raises ConfigError if there is no such environment, its arguments are wrong, it has no data or
+    no parser of its tool calls, the settings or the checkpoint do not suit it, or its code raises
+    any error.
     """
     if problems := checkpoint_problems(Path(config.model.path)):
         raise ConfigError(problems)

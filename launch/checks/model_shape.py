@@ -315,11 +315,9 @@ class RunSizes:
         return not part_settings(part, self.training.parts).frozen
 
     def is_frozen(self, name: str) -> bool:
-        """Return whether `training.parts` freezes the model part of the tensor `name`."""
         return part_settings(model_part(name), self.training.parts).frozen
 
     def adapted_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the matrices that have an adapter."""
         adapter = self.model.adapter
         assert adapter is not None, "callers have checked that there is an adapter"
         return [

@@ -66,8 +66,7 @@ def proposals(
     cost: those in `_FIXED`, shorter rows, an adapter. Each change counts as more expensive than all
     cheaper ones together. More ranks with any change are tried only if nothing else fits.
 
-    Args:
-        fitting: returns the estimate of a run that fits, None for a run that does not.
+    `fitting`: returns the estimate of a run that fits, None for a run that does not.
     """
     search = _Search(config.model_dump(mode="json"), fitting)
     weaker = _RECOMPUTED[: _num_at_most(config)]
@@ -132,7 +131,6 @@ class _Search:
     fitting: Callable[[RunConfig], Estimate | None]
 
     def is_new(self, change: Change) -> bool:
-        """Return whether the change differs from the configuration."""
         return any(self._value(path) != value for path, value in change.items())
 
     def _value(self, path: str) -> object:

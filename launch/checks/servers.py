@@ -80,8 +80,7 @@ def ask_servers(
             only asked whether they are up.
         inspect_s: time limit in seconds for all requests to one server.
 
-    Raises:
-        ConfigError: the environment variable of the servers' bearer token is not set.
+    Raises ConfigError if the environment variable of the servers' bearer token is not set.
     """
     addresses = [replace(one, timeout_s=ANSWER_S) for one in server_addresses(section, run)]
 
@@ -130,8 +129,7 @@ def teacher_problems(
         max_length: tokens of the longest sequence that the teacher must accept.
         waits: a teacher that does not answer yet is not a problem.
 
-    Raises:
-        ConfigError: the environment variable of the teacher's bearer token is not set.
+    Raises ConfigError if the environment variable of the teacher's bearer token is not set.
     """
     settings = TeacherSettings.from_section(section)
 

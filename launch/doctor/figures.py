@@ -40,7 +40,6 @@ class History:
         self._values: dict[str, list[float]] = {}
 
     def add(self, line: Line) -> None:
-        """Add a line of metrics.jsonl."""
         self.steps.append(line)
         for name, figure in FIGURES.items():
             if (value := figure(line, self.config)) is not None:

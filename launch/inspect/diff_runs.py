@@ -109,8 +109,7 @@ class Parting:
 def diff_runs(a: Path, b: Path) -> tuple[list[str], bool]:
     """Compare two run folders. Returns lines to print, and whether the runs differ.
 
-    Raises:
-        ConfigError: a folder holds no run, or its metrics are incomplete.
+    Raises ConfigError if a folder holds no run, or its metrics are incomplete.
     """
     lines = [f"A         {a}", f"B         {b}"]
     lines += [

@@ -238,9 +238,8 @@ class LocalHeldOut:
 def evaluation_config(options: EvaluateOptions, overrides: Sequence[str]) -> RunConfig:
     """Return a run's configuration changed to evaluate a checkpoint, with absolute paths.
 
-    Raises:
-        ConfigError: run, checkpoint or `data.val` is missing, an override is invalid, or the run
-            trains on an environment.
+    Raises ConfigError if run, checkpoint or `data.val` is missing, an override is invalid, or the
+    run trains on an environment.
     """
     changes = _read_overrides(overrides)
     if problems := [
@@ -282,8 +281,7 @@ def model_config(options: ModelOptions, overrides: Sequence[str]) -> RunConfig:
     `max_position_embeddings` limits the length of sequences. On CPU, engines do not compile the
     model, because that takes minutes.
 
-    Raises:
-        ConfigError: the checkpoint is missing, or an override is invalid.
+    Raises ConfigError if the checkpoint is missing, or an override is invalid.
     """
     changes = _read_overrides(overrides)
     problems = [

@@ -260,9 +260,8 @@ def learn_again(
         versions: weight version of the learner in each step, by step number.
         examples: numbers of dataset rows of the run's environment; None without an environment.
 
-    Raises:
-        ConfigError, RecordError: the log lacks a requested rollout, or has another rollout in its
-            place; also errors of `Learner`.
+    Raises ConfigError or RecordError if the log lacks a requested rollout, or has another rollout
+    in its place; also errors of `Learner`.
     """
     import torch
 
@@ -297,7 +296,6 @@ def learn_again(
 def _recorded(
     learner: Learner, requests: Sequence[Any], logs: Path, plan: StepPlan
 ) -> list[Rollout | tuple[EnvironmentRollout, ...]]:
-    """Return the recorded rollouts for these requests of a step."""
     from learner.algorithms.rollout_matching import RolloutMatching, RolloutMatchingStep
 
     path = step_path(logs, plan.number)
@@ -390,7 +388,7 @@ def _version(answer: Rollout | tuple[EnvironmentRollout, ...]) -> int | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     differs = False
     with explained(make_console(stderr=True)):
-        options = read_arguments(ReplayOptions, sys.argv[1:] if arguments is None else arguments)
+        options = read_arguments(ReplayOptions, arguments)
         import torch  # after `--help`: torch and the learner take seconds
 
         for step in replay(options, repeats=torch.cuda.is_available()):

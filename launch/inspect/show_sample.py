@@ -11,7 +11,6 @@ same page.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -28,8 +27,8 @@ from learner.data.samples import image_size, load_samples
 from learner.rollout_logs import samples as rollout_log
 from learner.rollout_logs import trajectories as trajectory_log
 from learner.rollout_logs.samples import RolloutRecord
-from learner.rollout_logs.trajectories import ExampleEntry, TrajectoryRecord
-from learner.rollout_logs.writer import step_path
+from learner.rollout_logs.trajectories import TrajectoryRecord
+from learner.rollout_logs.writer import logged_steps, step_path
 from shared.config import RunConfig
 from shared.config.algorithm import EnvironmentSection
 from shared.config.base import ConfigPath, Section
@@ -123,9 +122,7 @@ def _find_line(options: ShowOptions, read_step: Callable[[Path], list[RecordT]])
     try:
         lines = read_step(path)
     except FileNotFoundError as error:
-        files = folder.glob("step_*.jsonl")
-        steps = sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
-        if not steps:
+        if not (steps := logged_steps(folder)):
             why = "train at least one step with telemetry.rollouts: true"
             raise ConfigError(f"run: {options.run} has no rollouts; {why}") from error
         problem = f"has no step {options.step}; it has {_ranges(steps)}"
@@ -286,12 +283,6 @@ def _notes(config: RunConfig, sample: Sample, line: RolloutRecord) -> tuple[str,
     return tuple(notes)
 
 
-def _has_relative(example: ExampleEntry) -> bool:
-    """Return whether the learner computed the advantage of any token from the group's rewards."""
-    marks = example.get("token_is_relative")
-    return marks is None or any(marks)
-
-
 def _rollout_notes(
     section: EnvironmentSection, pipeline: PipelineSection, line: TrajectoryRecord
 ) -> tuple[str, ...]:
@@ -302,7 +293,9 @@ def _rollout_notes(
     if section.teacher is not None:
         changes.append("the teacher's log-probabilities")
     notes = []
-    if line["examples"] and not any(map(_has_relative, line["examples"])):
+    # By token, whether the learner computed the advantage from the group's rewards; None: all.
+    marks = [example.get("token_is_relative") for example in line["examples"]]
+    if marks and all(one is not None and not any(one) for one in marks):
         notes.append("The environment set the advantages shown. The learner used them unchanged.")
     elif changes:
         names = ", ".join(changes)
@@ -333,7 +326,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
-        options = read_arguments(ShowOptions, sys.argv[1:] if arguments is None else arguments)
+        options = read_arguments(ShowOptions, arguments)
         print(escaped(str(show_sample(options))))
 
 

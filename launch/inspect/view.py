@@ -23,8 +23,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from launch.cli import EXPLAINED, explained, read_arguments, read_words
 from launch.inspect.show_sample import ShowOptions, show_sample
-from launch.reports.run_page import COMPARED, PAGE, page, write_page
-from launch.reports.step_rows import as_json, step_rows
+from launch.reports.run_page import COMPARED, PAGE, as_json, page, step_rows, write_page
 from launch.run_folder.console import escaped, make_console
 from launch.run_folder.saved_run import load_run
 from shared.config import RunConfig

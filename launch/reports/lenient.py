@@ -218,7 +218,10 @@ class _Places:
         if self._close is not None and start >= self._close:
             return {Leniency.SECOND_LIST}
         if self._opens and not (is_first and not between.strip()):
-            return set() if self._is_separated(between, is_first) else {Leniency.SEPARATOR}
+            separator = (
+                _CONTAINER_OPENS.search if is_first else _SEPARATORS[self._opening].fullmatch
+            )
+            return {Leniency.SEPARATOR} if separator(between) is None else set()
         needed = set()
         opening = _CONTAINER_OPENS.search(between)
         if opening is not None:
@@ -231,11 +234,6 @@ class _Places:
         if is_first and (self._in_list or _FENCE.fullmatch(text_before) is None):
             needed.add(Leniency.TEXT_BEFORE)
         return needed or {Leniency.TEXT_BEFORE}
-
-    def _is_separated(self, between: str, is_first: bool) -> bool:
-        if is_first:
-            return _CONTAINER_OPENS.search(between) is not None
-        return _SEPARATORS[self._opening].fullmatch(between) is not None
 
 
 def _shapes(

@@ -153,7 +153,6 @@ class Table(NamedTuple):
 
 
 def report_tables(report: DetectionReport) -> list[Table]:
-    """Return the tables of a detection report that have rows."""
     incomplete = Table(
         "Incomplete answers",
         f"{len(report.evaluation.outcomes)} answers in all. Objects are read from the JSON at the"

@@ -52,8 +52,7 @@ def draw_scene(scene: Scene, pairs: Sequence[Pair], *, only_missed: bool = False
         pairs: matched objects (`shared.grounding.evaluation.pair_objects`), for the colours.
         only_missed: leave out the scores, and the true objects that are matched.
 
-    Raises:
-        RecordError: the image is missing or has changed.
+    Raises RecordError if the image is missing or has changed.
     """
     from learner.segments import decode_image  # imports torch
 

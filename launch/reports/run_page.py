@@ -9,6 +9,7 @@ of its rollouts: a step is read when it is asked for.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -24,14 +25,19 @@ from markupsafe import Markup
 from launch.doctor.learning import VERDICT, read_findings
 from launch.inspect.diff_runs import computed, differences, shown
 from launch.inspect.sample_pages.html import render
-from launch.reports.step_rows import as_json, step_rows
+from launch.loggers.events import as_cell, sample_row, trajectory_row
 from launch.run_folder.ledger import LEDGER
 from launch.run_folder.saved_run import read_run
-from learner.rollout_logs.writer import step_path
+from learner.rollout_logs import samples, trajectories
+from learner.rollout_logs.samples import RolloutRecord
+from learner.rollout_logs.trajectories import TrajectoryRecord
+from learner.rollout_logs.writer import logged_steps, step_path
 from shared.config import RunConfig
+from shared.config.pipeline import Channel
 from shared.errors import ConfigError
 from shared.metrics import metric_of
 from shared.run_files import cannot_write, read_lines, read_steps, replace_file
+from shared.trajectory import group_advantages
 
 PAGE = "report.html"
 """Name of the page in a run's folder."""
@@ -49,13 +55,13 @@ FAULTS = (
 """Metrics that count faults and repairs."""
 
 Line = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 def write_page(runs: Mapping[Path, RunConfig], path: Path, step: int | None = None) -> None:
     """Write the page of runs, given by folder, to `path`.
 
-    Args:
-        step: the step whose rollouts the page contains; None: the newest steps (`MAX_BYTES`).
+    `step`: the step whose rollouts the page contains; None: the newest steps (`MAX_BYTES`).
 
     Raises StorageError if `path` cannot be written, OSError if a run's file cannot be read,
     ConfigError if a run has no log of the step, and RecordError for a damaged line.
@@ -163,7 +169,7 @@ def _run_data(run: Path, config: RunConfig, lines: Sequence[Line], width: int) -
             if one.rule != VERDICT
         ],
         "faults": faults(run, lines),
-        "logged": _logged(run),
+        "logged": logged_steps(run / "rollouts"),
         "samples": [file.name for file in (run / "samples").glob("step_*.html")],
     }
 
@@ -243,18 +249,12 @@ def faults(run: Path, lines: Sequence[Line]) -> list[str]:
     return found
 
 
-def _logged(run: Path) -> list[int]:
-    """Return the steps whose rollouts are logged, ascending."""
-    files = (run / "rollouts").glob("step_*.jsonl")
-    return sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
-
-
 def _embedded(run: Path, step: int | None, *, served: bool) -> list[int]:
     """Return the steps whose rollouts the page contains.
 
     Raises ConfigError if `step` is not logged.
     """
-    logged = _logged(run)
+    logged = logged_steps(run / "rollouts")
     if step is not None:
         if step not in logged:
             has = f"has {logged[0]} to {logged[-1]}" if logged else "has no rollouts"
@@ -265,3 +265,84 @@ def _embedded(run: Path, step: int | None, *, served: bool) -> list[int]:
     sizes = (step_path(run / "rollouts", one).stat().st_size for one in reversed(logged))
     num = len(list(takewhile(lambda size: size <= MAX_BYTES, accumulate(sizes))))
     return logged[len(logged) - num :]
+
+
+# The rollouts of a step, as rows of the page.
+
+
+def step_rows(folder: Path, step: int, config: RunConfig) -> list[Row]:
+    """Return a row for each sample or rollout that the run in `folder` logged in `step`.
+
+    Siblings, which are rollouts of the same sample or dataset row, have the same `group`, a number
+    from 0. A row has only the keys that apply: `reward` and `advantage` with a policy gradient,
+    `error` in an environment, `match` (matched share of the ground truth) and `dropped` (reasons)
+    in detection.
+
+    Raises OSError, and RecordError for a damaged line.
+    """
+    path = step_path(folder / "rollouts", step)
+    if config.environment is not None:
+        size = config.environment.rollouts_per_example
+        rows = [_of_trajectory(line) for line in trajectories.read_step(path)]
+    else:
+        lines = samples.read_step(path)
+        has_sources = any(one.name is not None for one in config.data.sources("train"))
+        is_b = bool(lines) and lines[0]["channel"] == Channel.B
+        size = config.stage2_ab.channel_b.rollouts_per_sample if is_b else 1
+        rows = [_of_sample(line, has_sources=has_sources) for line in lines]
+        by_group: dict[int, list[Row]] = {}
+        for row in rows:
+            if row.get("reward") is not None:
+                by_group.setdefault(row["position"] // size, []).append(row)
+        for siblings in by_group.values():
+            advantages = group_advantages([row["reward"] for row in siblings])
+            for row, advantage in zip(siblings, advantages, strict=True):
+                row["advantage"] = advantage
+    return [
+        {"group": row["position"] // size}
+        | {name: as_cell(value) for name, value in row.items() if value not in (None, "")}
+        for row in rows
+    ]
+
+
+def _of_trajectory(line: TrajectoryRecord) -> Row:
+    row: Row = trajectory_row(line)
+    # Examples of one rollout have the same advantage, unless the environment set it by token.
+    advantages = {example["advantage"] for example in line["examples"]}
+    advantage = advantages.pop() if len(advantages) == 1 else None
+    return {
+        "position": row["position"],
+        "name": f"row {row['example']}",
+        "source": line.get("task"),
+        "reward": None if row["error"] else row["reward"],
+        "advantage": advantage if advantage is not None and math.isfinite(advantage) else None,
+        "tokens": line.get("num_tokens"),
+        "end": "failed" if row["error"] else "cut" if line["is_truncated"] else "ended",
+        "parts": row["rewards"],
+        "turns": row["turns"],
+        "error": row["error"],
+        "prompt": row["prompt"],
+        "answer": row["completion"],
+    }
+
+
+def _of_sample(line: RolloutRecord, *, has_sources: bool) -> Row:
+    # A sample's name begins with the name of its file if there are several files.
+    name = line["sample_id"]
+    row: Row = {
+        "position": line["position"],
+        "name": name,
+        "source": name.partition("/")[0] if has_sources else None,
+        "truth": ", ".join(truth["desc"] for truth in line["ground_truth"]),
+    }
+    if (read := sample_row(line)) is not None:
+        row |= {key: value for key, value in read.items() if key != "sample"}
+        num_truths = len(line["ground_truth"])
+        row["match"] = row["matched"] / num_truths if num_truths else None
+        row["reward"] = line.get("reward")
+    return row
+
+
+def as_json(value: object) -> str:
+    """Return a value as compact JSON that a script element of a page can contain."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -63,7 +63,6 @@ def tables(trials: Sequence[Line]) -> list[str]:
 
 
 def _results(trials: Sequence[Line], name: str) -> list[float]:
-    """Return the results called `name` of those trials that have one."""
     if name == LOSS:
         return [trial[LOSS] for trial in trials if LOSS in trial]
     scores = [trial["score"] for trial in trials if trial.get("headline") == name]

@@ -333,11 +333,9 @@ class StepBar:
             self._is_waiting = False
 
     def done(self, step: int) -> None:
-        """Move the bar to `step` finished updates."""
         if self._is_shown:
             self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Remove the bar from the terminal."""
         if self._is_shown:
             self._bar.stop()

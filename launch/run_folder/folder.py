@@ -67,11 +67,9 @@ class RunFolder:
     def cut(self, step: int, *, reports_again: bool) -> int:
         """Cut the folder's files back to their state after step `step`; 0: before the first step.
 
-        Args:
-            reports_again: remove the held-out report after this step too, as it will be made again.
+        `reports_again`: remove the held-out report after this step too, as it will be made again.
 
-        Returns:
-            The last step whose metrics are in the files; 0 if there are no metrics.
+        Returns the last step whose metrics are in the files; 0 if there are no metrics.
 
         Raises the errors of `require_readable`.
         """

@@ -203,11 +203,9 @@ def check_ledger(run: Path) -> str | None:
 def require_same_step(run: Path, point: ResumePoint, report: StepReport) -> None:
     """Check that a checkpoint belongs to this run, by the ledger line of its step.
 
-    Args:
-        report: the learner's report of the last step in the checkpoint that it has loaded.
+    `report`: the learner's report of the last step in the checkpoint that it has loaded.
 
-    Raises:
-        ConfigError: ledger and checkpoint are of different runs, or one was changed.
+    Raises ConfigError if ledger and checkpoint are of different runs, or one was changed.
     """
     path = run / LEDGER
     try:

@@ -18,8 +18,7 @@ _FROM_A_COPY = "restore it from another copy of the run's folder"
 def read_run(run: Path) -> dict[str, object]:
     """Read the configuration in the run's folder as it was saved, by any version.
 
-    Raises:
-        ConfigError: the folder holds no run, or its configuration is unreadable or damaged.
+    Raises ConfigError if the folder holds no run, or its configuration is unreadable or damaged.
     """
     file = run / "config.json"
     try:
@@ -43,9 +42,8 @@ def read_run(run: Path) -> dict[str, object]:
 def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfig:
     """Load the configuration in the run's folder, with `changes` to the values of dotted keys.
 
-    Raises:
-        ConfigError: an error of `read_run`, a configuration that another version of rollmatch
-            wrote, or wrong changes.
+    Raises ConfigError for an error of `read_run`, a configuration that another version of rollmatch
+    wrote, or wrong changes.
     """
     saved = read_run(run)
     try:

@@ -403,11 +403,9 @@ class Telemetry:
             self.warn(f"the adapter sync failed, {now}: {sync.fell_back}")
 
     def note(self, text: str) -> None:
-        """Print a line on the console."""
         self._console.print(text, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
-        """Print a warning on the console."""
         self._console.print(f"[bold yellow]warning[/]   {escape(text)}", highlight=False)
 
     def _trace(self, spans: Iterable[Span]) -> None:

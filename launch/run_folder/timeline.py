@@ -23,7 +23,12 @@ class TraceWriter:
         `patience` retries failed writes. Raises StorageError.
         """
         goes_on = mode == "ab" and path.exists()
-        self._tracks = _tracks_in(path) if goes_on else {}
+        events = read_timeline(path) if goes_on else []
+        self._tracks = {
+            event["args"]["name"]: event["tid"]
+            for event in events
+            if event["name"] == "thread_name"
+        }
         self._file = RunFile(path, mode=mode, patience=patience)
         if not goes_on:
             self._file.write("[\n" + _name_event("process_name", 0, "rollmatch"))
@@ -90,11 +95,6 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
             raise damaged_line(path, number, "is not an event of this timeline")
         events.append(event)
     return events
-
-
-def _tracks_in(path: Path) -> dict[str, int]:
-    named = (event for event in read_timeline(path) if event["name"] == "thread_name")
-    return {event["args"]["name"]: event["tid"] for event in named}
 
 
 def cut_timeline(path: Path, last: str) -> None:

@@ -11,7 +11,6 @@ an embedding, W waves.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -347,7 +346,7 @@ def _embeddings(model: PreTrainedModel) -> list[torch.Tensor]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
-        options = read_arguments(AddOptions, sys.argv[1:] if arguments is None else arguments)
+        options = read_arguments(AddOptions, arguments)
         # Imported after `--help`, as in the functions above: it takes seconds.
         from transformers.utils import logging
 

@@ -68,8 +68,7 @@ class _PredictionRow(FileEntry):
 def read_predictions(path: Path) -> list[ImagePredictions]:
     """Read the `predictions.jsonl` of a held-out report, one image per line.
 
-    Raises:
-        RecordError: a line is malformed, or an image occurs twice.
+    Raises RecordError if a line is malformed, or an image occurs twice.
     """
     remedy = (
         "only evaluations of imported data can be exported: import the annotations"

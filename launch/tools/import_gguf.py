@@ -9,7 +9,6 @@ the weights as the file's numbers give them; what quantization lost stays lost.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -42,9 +41,8 @@ class ImportGgufOptions(Section):
 def import_gguf(file: Path, out: Path, *, dtype: torch.dtype) -> str:
     """Write weights, configuration and tokenizer to the folder `out`; return a line about it.
 
-    Raises:
-        ConfigError: `gguf` is missing, `file` is not a GGUF file, transformers cannot convert its
-            architecture or its tokenizer, or its vocabulary has another size than the weights.
+    Raises ConfigError if `gguf` is missing, `file` is not a GGUF file, transformers cannot convert
+    its architecture or its tokenizer, or its vocabulary has another size than the weights.
     """
     if find_spec("gguf") is None:
         raise ConfigError(
@@ -105,9 +103,7 @@ def import_gguf(file: Path, out: Path, *, dtype: torch.dtype) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
-        options = read_arguments(
-            ImportGgufOptions, sys.argv[1:] if arguments is None else arguments
-        )
+        options = read_arguments(ImportGgufOptions, arguments)
         import torch
 
         dtype = getattr(torch, options.dtype)

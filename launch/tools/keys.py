@@ -98,7 +98,6 @@ def keys_of(schema: JsonSchema, above: str = "") -> Iterator[Key]:
 
 
 def all_keys() -> list[Key]:
-    """List every key of the configuration."""
     schema = RunConfig.model_json_schema()
     return list(keys_of(_resolved(schema, schema["$defs"])))
 
@@ -106,8 +105,7 @@ def all_keys() -> list[Key]:
 def keys_below(section: str) -> list[Key]:
     """List the configuration key `section` and all keys below it; all keys for an empty text.
 
-    Raises:
-        ConfigError: there is no such key; the message suggests one.
+    Raises ConfigError if there is no such key; the message suggests one.
     """
     keys = all_keys()
     plain = {key.path: _plain(key.path) for key in keys}
@@ -196,7 +194,6 @@ def _sections(field: JsonSchema) -> Iterator[tuple[str, JsonSchema]]:
 
 
 def _values(field: JsonSchema) -> str:
-    """Describe the values that a key takes."""
     kinds = dict.fromkeys(_value(option) for option in _options(field))
     return " or ".join(sorted(kinds, key=lambda kind: kind == "null"))
 

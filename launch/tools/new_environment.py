@@ -30,8 +30,7 @@ FILES = {
 def write_environment(name: str, folder: Path) -> list[Path]:
     """Write the files of a new environment, and return their paths.
 
-    Raises:
-        ConfigError: the name is not a module name or is taken, or a file exists.
+    Raises ConfigError if the name is not a module name or is taken, or a file exists.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"NAME: {name!r} is not a module name; use letters, digits and _")

@@ -36,9 +36,8 @@ class RexOmniOptions(Section):
 def write_tokenizer(folder: Path) -> str:
     """Write the corrected `tokenizer.json` into a checkpoint's folder; return a line about it.
 
-    Raises:
-        ConfigError: the file exists, a source file is missing or damaged, or the written tokenizer
-            has other ids than `tokenizer_config.json`.
+    Raises ConfigError if the file exists, a source file is missing or damaged, or the written
+    tokenizer has other ids than `tokenizer_config.json`.
     """
     remedy = "give the folder of a downloaded Rex-Omni checkpoint"
     problems = list(checkpoint_problems(folder, key="model", remedy=remedy))

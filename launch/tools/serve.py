@@ -44,7 +44,7 @@ from shared.weight_sync.transports import Device, Sharing, choose_transport
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from rollout_actors.server.engine_watch import EngineWatch
+    from rollout_actors.server.engine_thread import EngineWatch
     from rollout_actors.server.service import RolloutService, ServedEngine
 
 ALIVE_CHECK_S = 0.5
@@ -178,7 +178,6 @@ def settings_of(options: ServeOptions) -> EngineSettings:
 
 
 def device_here() -> Device:
-    """Return CUDA if there is a visible GPU, else CPU."""
     # Looks at the driver's files: torch must be imported later, with the engine's environment.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
     return Device.CUDA if visible and any(Path("/dev").glob("nvidia[0-9]*")) else Device.CPU
@@ -186,7 +185,7 @@ def device_here() -> Device:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     with explained(make_console(stderr=True)):
-        options = read_arguments(ServeOptions, sys.argv[1:] if arguments is None else arguments)
+        options = read_arguments(ServeOptions, arguments)
         require_installed("a rollout server")
         serve(options, settings_of(options))
 
@@ -227,8 +226,7 @@ def _serve_at(
     os.environ.update(engine_environment(settings))
     from launch.checks.weights import weight_warnings
     from rollout_actors.server.app import make_app
-    from rollout_actors.server.engine_thread import EngineThread
-    from rollout_actors.server.engine_watch import EngineWatch
+    from rollout_actors.server.engine_thread import EngineThread, EngineWatch
     from rollout_actors.server.messages import CallLimits
     from rollout_actors.server.service import RolloutService
 
@@ -299,7 +297,7 @@ async def _run(
     """
     import uvicorn
 
-    from rollout_actors.server.connections import PromptProtocol, open_many_files
+    from rollout_actors.server.app import PromptProtocol, open_many_files
 
     open_many_files()
     engine = service.engine

@@ -77,13 +77,11 @@ BASELINES: dict[str, Baseline] = {"mean": less_mean, "leave_one_out": less_mean_
 def find_baseline(name: str, path: str) -> Baseline:
     """Return the function that the key `advantage_baseline` names, built in or `module:function`.
 
-    Args:
-        path: the key's path, for messages.
+    `path`: the key's path, for messages.
 
-    Raises:
-        ConfigError: the module or function is not found, or the function does not take a reward
-            and the group's rewards. The returned function raises it too, if its result is not a
-            finite number.
+    Raises ConfigError if the module or function is not found, or the function does not take a
+    reward and the group's rewards. The returned function raises it too, if its result is not a
+    finite number.
     """
     if name in BASELINES:
         return BASELINES[name]
@@ -229,12 +227,10 @@ def token_advantages(
 ) -> list[float]:
     """Return the advantage of each token of an example: [L], 0 for tokens that are not learned.
 
-    Args:
-        std_epsilon, baseline: as in `group_advantage`. They do not change an advantage that an
-            environment set itself, because its unit is not the unit of the rewards.
+    `std_epsilon`, `baseline`: as in `group_advantage`. They do not change an advantage that an
+    environment set itself, because its unit is not the unit of the rewards.
 
-    Raises:
-        ValueError: the example's rollouts were not scored.
+    Raises ValueError if the example's rollouts were not scored.
     """
     own, is_relative = own_advantages(example)
     if example.advantage is None and not all(is_relative):
@@ -291,8 +287,7 @@ def group_advantage(
 def teacher_log_ratios(example: TrainingExample) -> list[float]:
     """Return `log p_teacher - log p_engine` of each token: [L], in nats; 0 for tokens not learned.
 
-    Raises:
-        ValueError: no teacher has scored the example.
+    Raises ValueError if no teacher has scored the example.
     """
     columns = zip(require_teacher(example), example.logprobs, example.mask, strict=True)
     return [teacher - engine if is_learned else 0.0 for teacher, engine, is_learned in columns]

@@ -27,7 +27,7 @@ from shared.grounding.parsing import parse_rollout, trim_prefix
 from shared.grounding.serialize import AnswerFormat, SerializedText, escaped
 from shared.records import GeometryKind, GroundTruthObject, Sample
 from shared.rollouts import Rollout
-from shared.tokens.pieces import piece_spans
+from shared.tokens.hf_codec import piece_spans
 from shared.tokens.vocabulary import TokenCodec
 
 

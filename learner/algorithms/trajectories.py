@@ -88,9 +88,8 @@ def trajectory_target(
         estimator: computes the advantages.
         num_of_rollout: number of learned tokens in all examples of the same rollout.
 
-    Raises:
-        ValueError: the first token is to be learned, but no token precedes it. Also what
-            `AdvantageEstimator.estimate` raises.
+    Raises ValueError if the first token is to be learned, but no token precedes it. Also what
+    `AdvantageEstimator.estimate` raises.
     """
     learned = np.flatnonzero(example.mask)
     if not len(learned):

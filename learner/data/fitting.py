@@ -30,8 +30,7 @@ from shared.grounding.geometry import aabb
 from shared.grounding.json_list import PictureResize
 from shared.grounding.serialize import AnswerFormat, SerializedText
 from shared.records import GeometryKind, Sample
-from shared.tokens.hf_codec import HFTokenCodec
-from shared.tokens.pieces import piece_spans
+from shared.tokens.hf_codec import HFTokenCodec, piece_spans
 from shared.tokens.vocabulary import NUM_BINS
 
 # The token at which appended text meets the rollout's is encoded again and may become a few tokens.
@@ -137,8 +136,7 @@ def require_lengths(
         checkpoint: folder of `encoder` and `codec`. If set, numbers of tokens are cached for later
             runs.
 
-    Returns:
-        The samples that are not skipped, with their numbers of tokens and objects.
+    Returns the samples that are not skipped, with their numbers of tokens and objects.
 
     Raises:
         ConfigError: a sample could exceed `global_max_length` (the message shows the longest one),

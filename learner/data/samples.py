@@ -71,7 +71,9 @@ def load_samples(
     if kept.fingerprint(path) != of_file:  # changed while it was read
         return dataset
     if time.monotonic() - started_s >= kept.QUICK_S:
-        _keep_rows(dataset, key, prints)
+        arrays = {field.name: getattr(dataset.table, field.name) for field in fields(RowTable)}
+        rest = [prints, dataset.skipped, dataset.turned, dataset.odd]
+        kept.keep(kept.kept_file(path, "rows"), key, arrays, rest, lost="reads all rows")
     return _with_key(dataset, key)
 
 
@@ -99,12 +101,6 @@ def _with_key(dataset: Dataset, key: str) -> Dataset:
     for field in fields(RowTable):
         digest.update(getattr(dataset.table, field.name).tobytes())
     return replace(dataset, key=digest.hexdigest())
-
-
-def _keep_rows(dataset: Dataset, key: str, prints: Mapping[str, kept.Fingerprint | None]) -> None:
-    arrays = {field.name: getattr(dataset.table, field.name) for field in fields(RowTable)}
-    rest = [prints, dataset.skipped, dataset.turned, dataset.odd]
-    kept.keep(kept.kept_file(dataset.path, "rows"), key, arrays, rest, lost="reads all rows")
 
 
 def image_size(data: bytes) -> PictureSize:

@@ -346,8 +346,7 @@ def soft_targets(bins_S: torch.Tensor, *, sigma: float, truncate: int | None) ->
         truncate: half-width in bins; None: no truncation. The bin nearest to the target always
             stays, so a `truncate` of 0 is possible with a fractional target.
 
-    Returns:
-        float32 [S, 1000].
+    Returns float32 [S, 1000].
     """
     bins_C = torch.arange(NUM_BINS, device=bins_S.device, dtype=torch.float32)
     distance_SC = bins_C[None, :] - bins_S.float()[:, None]

@@ -50,8 +50,7 @@ def build_objectives(
 ) -> ChannelObjectives:
     """Build the objectives and diagnostics that `pipeline` enables for `channel`, in its order.
 
-    Args:
-        coord_ids_C: int64, the token id of each coordinate bin.
+    `coord_ids_C`: int64, the token id of each coordinate bin.
 
     Raises:
         ConfigError: an imported objective, its settings or an imported baseline are invalid; an

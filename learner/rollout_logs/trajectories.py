@@ -194,8 +194,7 @@ def logged_rollout(line: TrajectoryRecord, folder: Path) -> EnvironmentRollout:
     The log contains neither Unix times nor the ids of dataset rows. So `started_s` is 0, and
     `example_id` is the row's number.
 
-    Raises:
-        ConfigError: an older version wrote the line, or an image is missing.
+    Raises ConfigError if an older version wrote the line, or an image is missing.
     """
     if "num_tokens" not in line:
         raise ConfigError(

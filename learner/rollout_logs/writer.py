@@ -113,6 +113,12 @@ def step_path(folder: Path, step: int, rank: int = 0) -> Path:
     return folder / (f"step_{step:06d}.rank{rank}.jsonl" if rank else f"step_{step:06d}.jsonl")
 
 
+def logged_steps(folder: Path) -> list[int]:
+    """Return the steps that have a file in a run's `rollouts/`, ascending."""
+    files = folder.glob("step_*.jsonl")
+    return sorted(int(file.stem[5:]) for file in files if "rank" not in file.name)
+
+
 def picture_path(folder: Path, sha256: str) -> Path:
     return folder / "images" / sha256
 
@@ -158,7 +164,6 @@ def read_lines(path: Path, record: TypeAdapter[RecordT]) -> list[RecordT]:
 
 
 def _problem(error: ValueError) -> tuple[str, str]:
-    """Return the invalid field and its problem."""
     if not isinstance(error, ValidationError):
         return "line", f"is not JSON ({error})"
     first = error.errors(include_url=False)[0]

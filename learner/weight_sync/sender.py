@@ -385,7 +385,6 @@ def _raise_canary_error(logprobs: Future[Logprobs]) -> None:
 
 
 def _in_thread(work: Callable[[], T], phase: SyncPhase) -> Future[T]:
-    """Run the work in a daemon thread."""
     # A collective that waits for a receiver cannot be interrupted. A late one ends when `close` or
     # the receiver's end breaks the group.
     result: Future[T] = Future()

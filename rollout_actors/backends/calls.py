@@ -37,8 +37,7 @@ class ServingBackend(RolloutBackend, Protocol):
 
         Raises RolloutError. If the run is ending, the learner rank raises its own exception here.
 
-        Args:
-            begin: called once, when the backend is ready to answer calls.
+        `begin`: called once, when the backend is ready to answer calls.
         """
         ...
 

@@ -71,8 +71,7 @@ class ServerAddress:
 def server_addresses(section: ServerSection, run: str = "") -> tuple[ServerAddress, ...]:
     """Return the addresses of the configured rollout servers, with their bearer token.
 
-    Args:
-        run: name of the training run that uses the servers.
+    `run`: name of the training run that uses the servers.
 
     Raises ConfigError if the environment variable of the token is not set.
     """

@@ -111,11 +111,10 @@ def encode_prompt(
 ) -> PromptInputs:
     """Expand a request's image placeholders as the checkpoint's processor does.
 
-    Args:
-        pictures: the checkpoint's image processing; None for a text model.
+    `pictures`: the checkpoint's image processing; None for a text model.
 
-    Raises:
-        RolloutError: the images cannot be decoded, or there are more or fewer than placeholders.
+    Raises RolloutError if the images cannot be decoded, or there are more or fewer than
+    placeholders.
     """
     if pictures is None:
         return PromptInputs(request.prompt_token_ids, {})

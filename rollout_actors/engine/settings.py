@@ -109,7 +109,6 @@ def model_type(model_path: str) -> str:
 
 
 def is_text_model(model_path: str) -> bool:
-    """Return whether a checkpoint's model reads text only."""
     return reads_only_text(_model_config(model_path))
 
 
@@ -154,12 +153,14 @@ def engine_arguments(settings: EngineSettings) -> dict[str, object]:
         # vLLM 0.32 sizes its image cache by this setting of the image processor. Published
         # checkpoints set it to false, and the processor cuts tiles anyway.
         of_images = {"mm_processor_kwargs": {"crop_to_patches": True}}
+    batched = batched_tokens(settings.max_num_seqs, settings.max_model_len)
+    on_gpu = {"max_num_batched_tokens": batched}
     return {
         "model": settings.model_path,
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        **(_cpu_arguments(kind) if settings.device is Device.CPU else _gpu_arguments(settings)),
+        **(_cpu_arguments(kind) if settings.device is Device.CPU else on_gpu),
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         # Explicit, because inside a Ray placement group vLLM would choose "ray".
@@ -207,10 +208,6 @@ def batched_tokens(max_num_seqs: int, max_model_len: int) -> int:
     vLLM refuses fewer than `max_num_seqs`, and reserves memory for all of them.
     """
     return max(max_num_seqs, min(BATCHED_TOKENS, max_num_seqs * max_model_len))
-
-
-def _gpu_arguments(settings: EngineSettings) -> dict[str, object]:
-    return {"max_num_batched_tokens": batched_tokens(settings.max_num_seqs, settings.max_model_len)}
 
 
 def _cpu_arguments(kind: str) -> dict[str, object]:

@@ -91,8 +91,7 @@ class PromptFormat:
         The row's values are copied, so that a rollout cannot change the caller's data. `info` is
         unchanged, except for nulls that a table filled into `oai_tools` (see `cleanup_tools`).
 
-        Raises:
-            ValueError: the row has no prompt, a message has no role, or an id is NaN.
+        Raises ValueError if the row has no prompt, a message has no role, or an id is NaN.
         """
         if row.get("prompt") is None and row.get("question") is None:
             known = ", ".join(sorted(row)) or "nothing"
@@ -237,13 +236,11 @@ def check_one_row_per_id(examples: Examples, inputs: Sequence[RolloutInput]) -> 
     The same row may occur several times, once for each of its rollouts. Rows with a column
     `example_id` may share its values on purpose.
 
-    Args:
-        inputs: the rollout inputs of `examples`, in order.
+    `inputs`: the rollout inputs of `examples`, in order.
 
-    Raises:
-        ValueError: two inputs of a task have the same `example_id` and different prompts, answers
-            or infos, and at least one of them has no `example_id` column of its own: its `id` or
-            its row number is used.
+    Raises ValueError if two inputs of a task have the same `example_id` and different prompts,
+    answers or infos, and at least one of them has no `example_id` column of its own: its `id` or
+    its row number is used.
     """
     taken: dict[str, int] = {}
     digests: dict[int, str] = {}
@@ -281,8 +278,7 @@ def to_rows(inputs: Inputs) -> Rows:
 
     Inputs are a dataset, rows (also of a generator), one row, or a mapping of columns.
 
-    Raises:
-        TypeError, ValueError: the inputs have another form.
+    Raises TypeError or ValueError if the inputs have another form.
     """
     if not isinstance(inputs, Mapping):
         if isinstance(inputs, str) or not isinstance(inputs, Iterable):
@@ -455,8 +451,7 @@ def plain(value: object) -> Any:
 def push_dataset(dataset: Dataset, name: str) -> None:
     """Push a dataset to the Hugging Face hub, with the token that the hub's tools have stored.
 
-    Raises:
-        StorageError: the hub does not accept it, or cannot be reached.
+    Raises StorageError if the hub does not accept it, or cannot be reached.
     """
     import httpx2  # the HTTP client of the hub's library
 
@@ -554,8 +549,7 @@ class GenerateOutputs(dict[str, Any]):
 
         `dataset` contains the results as rows.
 
-        Raises:
-            StorageError: a file cannot be written.
+        Raises StorageError if a file cannot be written.
         """
         self.metadata.path_to_save = folder = make_folder(folder)
         metadata = plain(asdict(self.metadata))

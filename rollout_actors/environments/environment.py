@@ -203,9 +203,8 @@ class Environment(ABC):
     def add_system_prompt(self, text: str) -> None:
         """Prepend a system message to the prompt of every row that has no system message.
 
-        Raises:
-            ValueError: the environment or its first row has a system message, or its prompts are
-                plain text.
+        Raises ValueError if the environment or its first row has a system message, or its prompts
+        are plain text.
         """
         found = ""
         datasets = [data for data in (self.dataset, self.eval_dataset) if data is not None]

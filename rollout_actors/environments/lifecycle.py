@@ -151,8 +151,7 @@ async def finish_cleanup(work: Work[None], limit_s: float) -> None:
 
     A cancellation is raised after the cleanup. Then an error of the cleanup is only logged.
 
-    Raises:
-        TimeoutError: the cleanup is not done after `limit_s` seconds.
+    Raises TimeoutError if the cleanup is not done after `limit_s` seconds.
     """
     task = asyncio.ensure_future(without_exit(work))
     cancelled = sys.exception() if is_cancelled() else None

@@ -35,9 +35,8 @@ def load_environment(env_id: str, **env_args: object) -> Environment:
 
     Modules are searched in the working directory too. Errors of importing and loading are raised.
 
-    Raises:
-        ValueError: the name is unknown or ambiguous, an argument is unknown or missing, the module
-            has no `load_environment`, or that returned no Environment.
+    Raises ValueError if the name is unknown or ambiguous, an argument is unknown or missing, the
+    module has no `load_environment`, or that returned no Environment.
     """
     return make_environment(env_id, find_environment(env_id), env_args)
 

@@ -137,8 +137,7 @@ def in_scope(rollout: Callable[..., object]) -> Callable[..., Any]:
 def bind_client(client: Client) -> EndpointClient:
     """Return what sends the running rollout's model calls: its conversation, or `client` itself.
 
-    Raises:
-        RuntimeError: the client needs a conversation per rollout, and no rollout is running.
+    Raises RuntimeError if the client needs a conversation per rollout, and no rollout is running.
     """
     if not is_rollout_client(client):
         return client
@@ -173,8 +172,7 @@ def with_defaults(state: State, input: Fields) -> State:
 def require_state(result: object, method: str, environment: Environment) -> State:
     """Return the result of an environment's method, which must be a state.
 
-    Raises:
-        TypeError: it is something else, for example because a `return` was forgotten.
+    Raises TypeError if it is something else, for example because a `return` was forgotten.
     """
     if not isinstance(result, State):
         what = "nothing" if result is None else type(result).__name__

@@ -74,8 +74,7 @@ def require_guard(
 ) -> None:
     """Raise RolloutError unless the repeat guard of every worker of an engine has these settings.
 
-    Args:
-        answers: results of the call that `guard_call` describes, one per worker.
+    `answers`: results of the call that `guard_call` describes, one per worker.
     """
     asked = None if settings is None else asdict(settings)
     for rank, answer in enumerate(answers):

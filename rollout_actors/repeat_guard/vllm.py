@@ -171,8 +171,7 @@ class GuardV2(LogitsProcessorV2):
 
         Repeating answers to requests that are already running are not ended any more.
 
-        Raises:
-            ValueError: the engine moves rows in ways that the repeat guard cannot follow.
+        Raises ValueError if the engine moves rows in ways that the repeat guard cannot follow.
         """
         if settings is not None and self._cannot_follow:
             features = " and ".join(self._cannot_follow)
@@ -334,8 +333,7 @@ class GuardedWorker:
     def guard_by(self, settings: dict[str, Any] | None) -> ActiveGuard:
         """Set when repeating answers to new requests are ended. Return `active_guard()`.
 
-        Args:
-            settings: fields of `RepeatGuardSettings`; None: repeating answers are not ended.
+        `settings`: fields of `RepeatGuardSettings`; None: repeating answers are not ended.
         """
         # An unchanged rule is not set again: a stock server receives it in every sync, and loading
         # a tokenizer takes seconds.

@@ -32,8 +32,7 @@ def run_name(folder: Path, *, is_start: bool = False) -> str:
 
     A restarted run has the same name, also on another machine that has the folder.
 
-    Args:
-        is_start: write `OWNER_FILE` to the folder if it does not exist.
+    `is_start`: write `OWNER_FILE` to the folder if it does not exist.
     """
     file = folder / OWNER_FILE
     try:

@@ -94,7 +94,6 @@ class SyncState:
         return replace(self, offer=offer or self.offer, due=SyncPhase.PAUSE)
 
     def finish(self, phase: SyncPhase) -> SyncState:
-        """Return the state after this phase has succeeded."""
         if phase is PHASES[-1]:
             return replace(self, due=SyncPhase.PAUSE, run=self.syncing)
         return replace(self, due=PHASES[PHASES.index(phase) + 1])
@@ -329,9 +328,8 @@ class RolloutService:
     ) -> SyncReport | None:
         """Run one phase of a weight sync. If it fails, the sync must start again.
 
-        Args:
-            run: the training run that sends the weights and gets the lease; empty: no run, which is
-                accepted if no run has the lease.
+        `run`: the training run that sends the weights and gets the lease; empty: no run, which is
+        accepted if no run has the lease.
 
         Raises RefusalError if the phase is not due or another run has the lease. Raises the
         engine's errors.

@@ -68,7 +68,6 @@ class AlgorithmSpec:
 
     @property
     def uses_rollouts(self) -> bool:
-        """Return whether training needs rollouts."""
         return Channel.B in self.channels
 
     @property

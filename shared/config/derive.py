@@ -20,7 +20,6 @@ def rank_name(rank: int, world_size: int) -> str:
 
 
 def actor_name(index: int) -> str:
-    """Return the name of a rollout actor."""
     return f"rollout-actor-{index}"
 
 
@@ -30,7 +29,6 @@ def server_name(index: int) -> str:
 
 
 def environment_name(index: int) -> str:
-    """Return the name of an environment actor."""
     return f"environment-{index}"
 
 

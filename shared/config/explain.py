@@ -82,7 +82,8 @@ def explain(root: type[Section], error: ErrorDetails) -> Problem:
     value = error["input"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        return Problem(at.path, "is not a known key", _another_key(at))
+        remedy = _instead(str(at.key), at.parent.model_fields, "the keys here are")
+        return Problem(at.path, "is not a known key", remedy)
     if kind == "refused":
         path = at.path if context["key"] is None else f"{at.path}.{context['key']}"
         return Problem(path, context["wrong"], context["remedy"])
@@ -188,11 +189,6 @@ def _instead(word: str, known: Collection[str], introduction: str = "choose one 
     if not known:
         return "remove it, because there are no keys here"
     return f"{introduction} {', '.join(known)}" if len(known) > 1 else f"write {next(iter(known))}"
-
-
-def _another_key(at: KeyPath) -> str:
-    """Suggest a key of the section instead of an unknown one."""
-    return _instead(str(at.key), at.parent.model_fields, "the keys here are")
 
 
 def _doc(field: FieldInfo) -> str:

@@ -48,10 +48,9 @@ _RETIRED = {
 def load_config(mapping: Mapping[str, Any]) -> RunConfig:
     """Validate the configuration of a run (decision 39). The files that it names are not opened.
 
-    Raises:
-        ConfigError: with all unknown and retired keys, wrong types and wrong values, and the first
-            contradiction within each section. If there are none of these, with all contradictions
-            between sections.
+    Raises ConfigError with all unknown and retired keys, wrong types and wrong values, and the
+    first contradiction within each section. If there are none of these, with all contradictions
+    between sections.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(

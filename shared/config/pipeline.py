@@ -104,9 +104,8 @@ def imported(name: str, path: str) -> Any:
 
     Only the learner and preflight call it, because the user's module may import torch.
 
-    Raises:
-        ConfigError: the module is not found, or has no such name. The message begins with `path`.
-            Errors inside the module are raised unchanged.
+    Raises ConfigError if the module is not found, or has no such name. The message begins with
+    `path`. Errors inside the module are raised unchanged.
     """
     module_name, _, attribute = name.partition(":")
     try:

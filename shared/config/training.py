@@ -130,7 +130,6 @@ class PartsSection(Section):
         return self
 
     def items(self) -> Iterator[tuple[ModelPart, PartSection]]:
-        """Yield every part of the model and its section."""
         yield ModelPart.VISION_TOWER, self.vision_tower
         yield ModelPart.ALIGNER, self.aligner
         yield ModelPart.LANGUAGE_MODEL, self.language_model

@@ -1,4 +1,4 @@
-"""Conversion between tokens and bytes for a Hugging Face tokenizer.
+"""Conversion between tokens and bytes: of a vocabulary, and of a Hugging Face tokenizer.
 
 It does not import transformers.
 """
@@ -6,12 +6,12 @@ It does not import transformers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from shared.model_families import END_OF_TURN, IMAGE_PLACEHOLDERS, TILE_PLACEHOLDERS
-from shared.tokens.pieces import piece_table
-from shared.tokens.vocabulary import COORD_TOKENS
+from shared.tokens.vocabulary import COORD_TOKENS, TokenCodec
 
 ADD_TOKENS = "`rollmatch add-coord-tokens model=STOCK_FOLDER out=NEW_FOLDER`"
 
@@ -37,6 +37,55 @@ def add_coord_tokens(tokenizer: Any) -> int:
     special = tokenizer.add_tokens([END_OF_TURN], special_tokens=True)
     # Add ordinary tokens, so that decoding without special tokens keeps them.
     return int(special + tokenizer.add_tokens(list(COORD_TOKENS)))
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character in byte-level BPE vocabularies (GPT-2's table).
+
+    Visible Latin-1 characters map to themselves; the others are numbered from U+0100 on.
+    """
+    visible = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    hidden = [byte for byte in range(256) if byte not in set(visible)]
+    numbered = {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in visible} | numbered
+
+
+def piece_table(vocabulary: Mapping[str, int], literal: Mapping[int, str]) -> tuple[bytes, ...]:
+    """Return the bytes of each token of a vocabulary, by token id; empty for an id without a token.
+
+    Args:
+        vocabulary: id of each token, which is written in the characters of `byte_alphabet`.
+        literal: plain text of each added token (special and coordinate tokens), by id.
+
+    Raises ValueError if the vocabulary is not byte-level.
+    """
+    alphabet = byte_alphabet()
+    pieces = [b""] * (1 + max((*vocabulary.values(), *literal), default=-1))
+    for token, token_id in vocabulary.items():
+        if token_id in literal:
+            continue
+        if not alphabet.keys() >= set(token):
+            raise ValueError(
+                f"token {token_id} ({token!r}) is not written in the byte alphabet; use a"
+                " byte-level BPE tokenizer (such as Qwen's)"
+            )
+        pieces[token_id] = bytes(alphabet[character] for character in token)
+    for token_id, text in literal.items():
+        pieces[token_id] = text.encode()
+    return tuple(pieces)
+
+
+def piece_spans(token_ids: Sequence[int], codec: TokenCodec) -> list[tuple[int, int]]:
+    """Return the half-open byte span of each token in the concatenated bytes of these tokens.
+
+    Example: tokens of 2, 0 and 3 bytes have the spans `(0, 2), (2, 2), (2, 5)`.
+    """
+    lengths = (len(codec.piece_bytes(token_id)) for token_id in token_ids)
+    return list(pairwise(accumulate(lengths, initial=0)))
 
 
 def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:

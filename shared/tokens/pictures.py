@@ -42,7 +42,6 @@ class EncodedImages(NamedTuple):
     image_grid_I3: torch.Tensor
 
     def first(self, number: int) -> EncodedImages:
-        """Return only the first `number` images."""
         grid = self.image_grid_I3[:number]
         rows_I = grid[:, 0] if self.pixel_values_RD.ndim == _TILE_AXES else grid.prod(dim=1)
         return EncodedImages(self.pixel_values_RD[: int(rows_I.sum())], grid)

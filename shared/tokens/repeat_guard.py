@@ -226,8 +226,8 @@ def mark_forced(rollout: Rollout, rule: RepeatRule) -> Rollout:
 
     Only for requests with a stop token: without a stop token, nothing can be forced.
 
-    Raises:
-        RolloutError: the answer continues after a repetition, so the engine did not apply the rule.
+    Raises RolloutError if the answer continues after a repetition, so the engine did not apply the
+    rule.
     """
     length = rule.first_repetition(rollout.response_token_ids)
     if length is None:

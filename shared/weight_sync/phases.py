@@ -173,8 +173,7 @@ def sync_weights(
     If a sync of an adapter fails in any way, full weights are sent, now and for the rest of the
     run, if the configuration permits it (decision 20). The report contains the reason.
 
-    Args:
-        again: send the present version again, because some engines have lost it.
+    `again`: send the present version again, because some engines have lost it.
 
     Raises:
         WeightSyncError: names phase and engine.

@@ -29,8 +29,7 @@ from PIL import Image
 from rollout_actors.backends.http import HttpEngine, ServerAddress
 from rollout_actors.backends.stock_server import ServerEngineSpec
 from rollout_actors.engine.settings import EngineSettings
-from rollout_actors.server.app import make_app
-from rollout_actors.server.connections import PromptProtocol
+from rollout_actors.server.app import PromptProtocol, make_app
 from rollout_actors.server.messages import CallLimits, SyncCall
 from rollout_actors.server.service import RolloutService
 from shared.records import ImageRef

@@ -30,29 +30,28 @@ from shared.prompts import DEFAULT_USER_PROMPT
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
+    with explained(make_console()):
+        print(_result(options))
+
+
+def _result(options: argparse.Namespace) -> str:
+    """Do what the options ask for, and return the text to print about it."""
     if options.what == "picture":
-        with explained(make_console()):
-            print(f"picture   {_draw(options.run, options.examples)}")
-        return
+        return f"picture   {_draw(options.run, options.examples)}"
     if options.what == "compare":
         from launch.tools.demo.picture import compare_runs
 
-        with explained(make_console()):
-            print(escaped("\n".join(compare_runs(options.runs))))
-        return
+        return escaped("\n".join(compare_runs(options.runs)))
     if options.what == "trained":
-        with explained(make_console()):
-            is_new = make_trained_start(options.out, options.overrides)
+        is_new = make_trained_start(options.out, options.overrides)
         result = "trained start"
     elif options.what == "smollm":
         from launch.tools.demo.smollm import make_smollm
 
-        with explained(make_console()):
-            is_new = make_smollm(options.out)
+        is_new = make_smollm(options.out)
         result = "SmolLM2-135M-Instruct"
     elif options.what == "start":
-        with explained(make_console()):
-            is_new = copy_carried_start(options.out)
+        is_new = copy_carried_start(options.out)
         result = "initial checkpoint of the demo"
     elif options.what == "data":
         is_new = make_demo_data(
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             is_new = make_demo_lm(options.out, seed=options.seed, tools=options.tools)
             result = "demo language model: Qwen3 architecture, random weights,"
-    print(f"{result} in {options.out}{'' if is_new else ' (there already)'}")
+    return f"{result} in {options.out}{'' if is_new else ' (there already)'}"
 
 
 def _draw(runs: Sequence[Path], num_examples: int) -> Path:

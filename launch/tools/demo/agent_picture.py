@@ -34,8 +34,7 @@ def draw_environment_run(run: Path, *, num_questions: int) -> Path:
 
     The table has held-out questions whose reward rose the most, in the order of the dataset.
 
-    Raises:
-        ConfigError: the run has fewer than two held-out reports, or a report without a score.
+    Raises ConfigError if the run has fewer than two held-out reports, or a report without a score.
     """
     reports = sorted((run / "evaluations").glob("step_*/rollouts.jsonl"))
     if len(reports) < 2:

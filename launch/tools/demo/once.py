@@ -59,8 +59,7 @@ def make_once(out: Path, settings: Mapping[str, str | int], make: Callable[[Path
     `make` works in a temporary folder, which is renamed at the end. So `out` is complete if it
     exists. Returns whether the folder is new.
 
-    Raises:
-        ConfigError: `out` exists with other settings, or without recorded settings.
+    Raises ConfigError if `out` exists with other settings, or without recorded settings.
     """
     if out.exists():
         _require_made_from(out, settings)
@@ -98,8 +97,7 @@ def copy_carried_start(out: Path) -> bool:
 def make_trained_start(out: Path, overrides: Sequence[str]) -> bool:
     """Run `launch.train` with these overrides in the folder `out`; return whether the run is new.
 
-    Raises:
-        ConfigError: the run failed, and has printed the reason.
+    Raises ConfigError if the run failed, and has printed the reason.
     """
 
     def train(folder: Path) -> None:
@@ -116,11 +114,9 @@ def make_missing_demo_files(config: RunConfig, show: Callable[[str], None]) -> N
     Only folders of `DEMO_FOLDERS` are made, if the configuration has them as written in `conf/`.
     The user's own paths are never made.
 
-    Args:
-        show: called with a line before a folder is made.
+    `show`: called with a line before a folder is made.
 
-    Raises:
-        ConfigError: the command that makes a folder failed. It has printed the reason.
+    Raises ConfigError if the command that makes a folder failed. It has printed the reason.
     """
     files = [source.path for split in ("train", "val") for source in config.data.sources(split)]
     if config.environment is not None:
@@ -139,8 +135,7 @@ def untrained_model(model: ModelSection, show: Callable[[str], None]) -> ModelSe
 
     `UNTRAINED` names the untrained model, which has the same shape and tokenizer.
 
-    Args:
-        show: called with a line about the replacement.
+    `show`: called with a line about the replacement.
     """
     folder = _model_folder(model)
     if folder.exists() or folder not in UNTRAINED:

@@ -64,7 +64,9 @@ def draw_runs(runs: Sequence[Path], *, num_scenes: int) -> Path:
     columns = []
     for (title, report), of_report in zip(shown, found, strict=True):
         objects = [of_report[sample.sample_id] for sample in samples]
-        columns.append(_column(f"{title} ({_headline(report)})", samples, objects))
+        figures = json.loads((report.parent / "report.json").read_text())["detection"][0]
+        f1 = figures["class_aware"]["f1"]
+        columns.append(_column(f"{title} (F1 {f1:.2f} with names)", samples, objects))
     truths = [
         tuple(ScoredObject(one.kind, one.bins, one.desc, 1.0) for one in sample.objects)
         for sample in samples
@@ -130,11 +132,6 @@ def _objects_by_sample(predictions: Path) -> dict[str, tuple[ScoredObject, ...]]
         )
         for row in rows
     }
-
-
-def _headline(predictions: Path) -> str:
-    report = json.loads((predictions.parent / "report.json").read_text())
-    return f"F1 {report['detection'][0]['class_aware']['f1']:.2f} with names"
 
 
 def _column(

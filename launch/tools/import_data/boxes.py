@@ -18,8 +18,6 @@ from shared.errors import RecordError
 
 
 class BoxOrder(StrEnum):
-    """The order of the four numbers of a box."""
-
     XYWH = "xywh"
     """Upper left corner, width and height, as in COCO."""
     XYXY = "xyxy"
@@ -31,8 +29,6 @@ class BoxOrder(StrEnum):
 
 
 class BoxUnit(StrEnum):
-    """The unit of a box's numbers."""
-
     PIXELS = "pixels"
     PARTS = "parts"
     """Fractions of the image's width and height: 0 to 1."""

@@ -88,8 +88,7 @@ def parse_json(
 ) -> T:
     """Return `parse(data)`, a pydantic reader of JSON.
 
-    Raises:
-        RecordError: names the field of the first problem and counts the others.
+    Raises RecordError, which names the field of the first problem and counts the others.
     """
     try:
         return parse(data)

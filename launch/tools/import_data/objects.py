@@ -113,8 +113,7 @@ def turned_box(
 ) -> SourceObject | ObjectSkip:
     """Read a box x, y, w, h in pixels that is rotated about its centre.
 
-    Args:
-        angle: in radians, clockwise as displayed.
+    `angle`: in radians, clockwise as displayed.
     """
     x, y, w, h = box
     if w <= 0 or h <= 0:

@@ -310,7 +310,6 @@ class ImportOptions(Section):
 
     @property
     def records(self) -> Path:
-        """Return the JSONL file to write."""
         return self.out if self.out.suffix == ".jsonl" else self.out / f"{self.name}.jsonl"
 
     @property

@@ -172,7 +172,6 @@ def _labels_of(image: Path) -> Path:
 
 
 def _content(file: Path) -> bytes:
-    """Read `data.yaml` or a label file."""
     return read_bytes(file, "MAX_LABEL_BYTES", MAX_LABEL_BYTES)
 
 

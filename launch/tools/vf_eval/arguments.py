@@ -123,8 +123,7 @@ class EvalOptions:
 def read_options(arguments: Sequence[str]) -> EvalOptions:
     """Read `vf-eval`'s command line. Exits with 2 if it is malformed, and with 0 after `--help`.
 
-    Raises:
-        ConfigError: options contradict each other, or no environment is given.
+    Raises ConfigError if options contradict each other, or no environment is given.
     """
     values = vars(_parser().parse_args(arguments))
     if values["environment"] is None and values["resume"] is None:

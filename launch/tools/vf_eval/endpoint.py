@@ -73,8 +73,7 @@ def find_endpoint(
 ) -> Endpoint:
     """Return the model endpoint that options and environment variables give.
 
-    Raises:
-        ConfigError: the address is invalid, or the variable of a required key is not set.
+    Raises ConfigError if the address is invalid, or the variable of a required key is not set.
     """
     chosen = url or environ.get(URL_VARIABLE) or OPENAI_URL
     parts = urlsplit(chosen)

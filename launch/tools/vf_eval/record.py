@@ -46,7 +46,6 @@ class EvaluationSettings:
 
     @classmethod
     def from_options(cls, options: EvalOptions) -> EvaluationSettings:
-        """Return the settings of a new evaluation with these options."""
         assert options.environment is not None, "required unless an evaluation is resumed"
         return cls(
             environment=options.environment,
@@ -66,8 +65,7 @@ class EvaluationSettings:
         Options may change the endpoint, the number of examples and the number of rollouts per
         example.
 
-        Raises:
-            ConfigError: another given option differs from these settings.
+        Raises ConfigError if another given option differs from these settings.
         """
         has_sampling = options.sampling_args is not None or options.tokens
         sampling = _sampling(options) if has_sampling else None

@@ -57,9 +57,8 @@ class EvalRun:
     async def evaluate(self) -> None:
         """Generate the evaluation's missing rollouts. If it fails, finished rollouts are kept.
 
-        Raises:
-            ConfigError, RecordError, StorageError, UnreachableError: the evaluation cannot
-                continue.
+        Raises ConfigError, RecordError, StorageError or UnreachableError if the evaluation cannot
+        continue.
         """
         async with self._environment, AsyncExitStack() as stack:
             examples, names, digests = self._examples()

@@ -145,8 +145,7 @@ class XMLParser(Parser):
 
         This is the reverse of `parse`.
 
-        Raises:
-            ValueError: a field has no value, or a value has no field.
+        Raises ValueError if a field has no value, or a value has no field.
         """
         if unknown := values.keys() - set(self.tags):
             known = ", ".join(self.tags)

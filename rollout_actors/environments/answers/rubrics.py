@@ -56,8 +56,7 @@ class JudgeRubric(Rubric):
             judge_prompt: a text with `{question}` (the prompt's last message), `{answer}` and
                 `{response}` (the answer that the parser finds).
 
-        Raises:
-            openai.OpenAIError: there is neither a client nor a key.
+        Raises openai.OpenAIError if there is neither a client nor a key.
         """
         super().__init__(funcs, weights, parser)
         self.judge_client = openai.AsyncOpenAI() if judge_client is None else judge_client
@@ -127,12 +126,10 @@ class MathRubric(Rubric):
     ) -> None:
         r"""Add the reward function `correct_answer`, with weight 1, after `funcs`.
 
-        Args:
-            parser: finds the answer; None: it is the last `\boxed{...}` after the thought, or all
-                text after the thought.
+        `parser`: finds the answer; None: it is the last `\boxed{...}` after the thought, or all
+        text after the thought.
 
-        Raises:
-            ImportError: `math_verify` is not installed.
+        Raises ImportError if `math_verify` is not installed.
         """
         try:
             import math_verify  # imports sympy

@@ -96,8 +96,7 @@ class RolloutKey:
 class ConversationSettings:
     """The chat template, decode settings and limits that all conversations of a run share.
 
-    Raises:
-        ValueError: the decode mode is beam search, which does not sample token by token.
+    Raises ValueError if the decode mode is beam search, which does not sample token by token.
     """
 
     template: ChatTemplate
@@ -146,8 +145,7 @@ class ConversationSettings:
     def max_tokens(self, arguments: Fields) -> int:
         """Return how many tokens a model call with these sampling arguments may sample.
 
-        Raises:
-            ValueError: an argument is unknown, or contradicts the run's decode settings.
+        Raises ValueError if an argument is unknown, or contradicts the run's decode settings.
         """
         most = self.decode.max_new_tokens
         limit = most

@@ -126,11 +126,9 @@ class EngineClient:
     async def generate(self, request: RolloutRequest) -> Rollout | None:
         """Send a request to the engine of its position; if that is unreachable, to the next engine.
 
-        Returns:
-            The engine's answer; None if its images make the prompt too long for the engine.
+        Returns the engine's answer; None if its images make the prompt too long for the engine.
 
-        Raises:
-            RolloutError: an engine failed, or the prompt has too many images.
+        Raises RolloutError if an engine failed, or the prompt has too many images.
         """
         number = len(request.images)
         if self._max_images is not None and number > self._max_images:
@@ -196,9 +194,7 @@ class EngineClient:
 
         Otherwise the failure would count as the rollout's own error, and the run would train on it.
 
-        Raises:
-            Exception: the engine's error, mostly a RolloutError, after all rollouts have cleaned
-                up.
+        Raises the engine's error, mostly a RolloutError, after all rollouts have cleaned up.
         """
         failure = asyncio.get_running_loop().create_future()
         self._failure = failure

@@ -62,8 +62,7 @@ def load_environment(
         iou: minimum mask IoU of an object that counts as found.
         by_name: whether an object that counts as found must have the right name too.
 
-    Raises:
-        RecordError: a file or an image is invalid; it names the line.
+    Raises RecordError if a file or an image is invalid; it names the line.
     """
     geometry = DEFAULT_GEOMETRY if polygons else frozenset({GeometryKind.BBOX})
     prompts = Prompts((user_prompt,), system_prompt)

@@ -50,9 +50,8 @@ def load_environment(
         actions: a name for each of a `Discrete` space's actions, in order.
         instructions: first text of the system message, which then describes how to write an action.
 
-    Raises:
-        ValueError: gymnasium is not installed or has no such environment, a space cannot be
-            written as text, or the number of `actions` is wrong.
+    Raises ValueError if gymnasium is not installed or has no such environment, a space cannot be
+    written as text, or the number of `actions` is wrong.
     """
     try:
         import gymnasium
@@ -126,9 +125,8 @@ class ActionSpace:
 
     def __init__(self, space: Any, names: Sequence[str] | None, owner: str) -> None:
         """
-        Raises:
-            ValueError: the space is neither Discrete nor Text, or the numbers of its actions and
-                of names differ.
+        Raises ValueError if the space is neither Discrete nor Text, or the numbers of its actions
+        and of names differ.
         """
         kind = type(space).__name__
         if kind not in ("Discrete", "Text"):

@@ -67,9 +67,8 @@ def load_environment(
             `max_concurrent_envs` for all actors together (1 by default).
         timeout_s: limit for opening a session, and for each answer in it.
 
-    Raises:
-        ValueError: the address is invalid, no OpenEnv server answers there, or the package
-            `websockets` is not installed.
+    Raises ValueError if the address is invalid, no OpenEnv server answers there, or the package
+    `websockets` is not installed.
     """
     if "@" in urlsplit(url).netloc or urlsplit(url).query:
         # Not repeated, because it may contain a secret.

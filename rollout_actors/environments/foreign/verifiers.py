@@ -82,8 +82,7 @@ def load_environment(
         start_timeout_s: limit for loading the environment.
         arguments: arguments of `verifiers.load_environment`.
 
-    Raises:
-        ValueError: the interpreter does not exist, or did not load the environment.
+    Raises ValueError if the interpreter does not exist, or did not load the environment.
     """
     process = BridgeProcess(f"verifiers:{name}", interpreter or _interpreter(name))
     try:

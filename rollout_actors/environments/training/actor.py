@@ -143,11 +143,9 @@ class EnvironmentActor:
 
         `objects` and `places` are as in `EngineActor.generate`; `attempt` has no effect.
 
-        Returns:
-            The rollouts of each request, which the driver passes on unread, and their number.
+        Returns the rollouts of each request, which the driver passes on unread, and their number.
 
-        Raises:
-            RolloutError: an engine failed, or the actor was closed meanwhile.
+        Raises RolloutError if an engine failed, or the actor was closed meanwhile.
         """
         answers = await self._rounds.run(SentRequests.chosen(objects, places).requests)
         return answers, len(answers)
@@ -159,11 +157,9 @@ class EnvironmentActor:
 
         Needed if the rubric scores all rollouts of a step together.
 
-        Args:
-            parts: for each rank, the number of its `objects` and the indices of its requests.
+        `parts`: for each rank, the number of its `objects` and the indices of its requests.
 
-        Returns:
-            A flat list: for each rank in order, the two values that `generate` returns.
+        Returns a flat list: for each rank in order, the two values that `generate` returns.
         """
         left = iter(objects)
         of_parts = [

@@ -108,8 +108,7 @@ class AsyncBatchGenerator:
     def close(self, timeout_s: float = 30.0) -> None:
         """Cancel all batches, clean up their rollouts, and end the thread.
 
-        Raises:
-            TimeoutError: this takes longer than `timeout_s`.
+        Raises TimeoutError if this takes longer than `timeout_s`.
         """
         if not self._is_closed:
             self._is_closed = True

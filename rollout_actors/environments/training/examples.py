@@ -36,8 +36,7 @@ def process_trajectories_for_training(
 
     A call without tokens has no example, and neither has a failed rollout (`state["error"]`).
 
-    Args:
-        mask_prompts: False: prompts are trained too, although they have no log-probabilities.
+    `mask_prompts`: False: prompts are trained too, although they have no log-probabilities.
     """
     return _examples(states, mask_prompts, merges=False).examples
 

@@ -17,8 +17,7 @@ from browser import CHROMIUM, browser
 from config_support import GROUP, configuration, trajectory_config
 
 from launch.inspect.view import main, runs_of, server_of
-from launch.reports.run_page import changed_keys, curves, faults, page, write_page
-from launch.reports.step_rows import step_rows
+from launch.reports.run_page import changed_keys, curves, faults, page, step_rows, write_page
 from launch.run_folder.timeline import TraceWriter
 from learner.rollout_logs.trajectories import trajectory_record
 from learner.rollout_logs.writer import StepLog

@@ -13,7 +13,7 @@ from config_support import MINIMAL, configuration
 from learner_support import finish_step, gradients_of_update, make_learner
 from rollout_support import make_rollout
 
-from launch.reports.step_rows import step_rows
+from launch.reports.run_page import step_rows
 from learner.algorithms.matched_targets import ground_truth_target
 from learner.targets import AdvantageTarget
 from shared.config.pipeline import EXAMPLE_POLICY_GRADIENT

@@ -24,7 +24,8 @@ from fake_server import (
     serving_engine,
 )
 
-from rollout_actors.server import calls, connections, messages
+from rollout_actors.server import app as server_app
+from rollout_actors.server import calls, messages
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import ErrorKind
 from shared.errors import RolloutError, WeightSyncError
@@ -244,7 +245,7 @@ def connect(caller):
 class TestConnections:
     @pytest.mark.parametrize("sent", [b"", b"POST /infer/ HTTP/1.1\r\nHost: a\r\n"])
     def test_one_that_asks_for_nothing_is_closed(self, caller, monkeypatch, sent):
-        monkeypatch.setattr(connections, "HEAD_S", 0.2)
+        monkeypatch.setattr(server_app, "HEAD_S", 0.2)
         for is_new in (True, False):
             with connect(caller) as connection:
                 if not is_new:
@@ -259,7 +260,7 @@ class TestConnections:
                 assert connection.recv(65536) == b""
 
     def test_one_that_waits_for_its_answer_stays(self, caller, engine, monkeypatch):
-        monkeypatch.setattr(connections, "HEAD_S", 0.05)
+        monkeypatch.setattr(server_app, "HEAD_S", 0.05)
         engine.latency_s = 0.5
         assert caller.post("/infer/", INFER).status_code == 200
 

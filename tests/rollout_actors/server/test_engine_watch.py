@@ -12,7 +12,7 @@ import pytest
 from counted_time import counted
 from fake_server import ObedientEngine, make_offer, make_service, make_settings
 
-from rollout_actors.server.engine_watch import EngineWatch
+from rollout_actors.server.engine_thread import EngineWatch
 from rollout_actors.server.messages import SyncCall
 from shared.errors import RolloutError, WeightSyncError
 from shared.weight_sync.phases import SyncPhase

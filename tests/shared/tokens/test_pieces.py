@@ -1,7 +1,6 @@
 from itertools import pairwise
 
-from shared.tokens.hf_codec import HFTokenCodec
-from shared.tokens.pieces import byte_alphabet, piece_spans, piece_table
+from shared.tokens.hf_codec import HFTokenCodec, byte_alphabet, piece_spans, piece_table
 
 
 def test_every_byte_has_its_own_printable_character() -> None:

@@ -182,3 +182,11 @@ def test_smollm_is_made_from_its_package_and_without_it_the_command_to_run_is_na
     assert smollm.make_smollm(tmp_path / "out")
     assert not smollm.make_smollm(tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float32
+
+
+@pytest.mark.parametrize("what", ["data", "crowded", "model", "language-model", "start"])
+def test_the_command_refuses_a_folder_of_the_user_without_a_traceback(tmp_path, capsys, what):
+    with pytest.raises(SystemExit) as end:
+        main([what, "--out", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"{tmp_path}: exists, but was not made by this command" in capsys.readouterr().out
