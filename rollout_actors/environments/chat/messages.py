@@ -74,9 +74,9 @@ def require_roles(messages: object, where: str) -> None:
             f"{where} is {type(messages).__name__}, not a list of messages; {form}, in a list"
         )
     for number, message in enumerate(messages):
-        if not isinstance(message, dict | Mapping) and not hasattr(message, "model_dump"):
+        if not isinstance(message, (dict, Mapping)) and not hasattr(message, "model_dump"):
             raise ValueError(f"{where}: message {number} is {type(message).__name__}; {form}")
-        fields = message if isinstance(message, dict | Mapping) else as_mapping(message)
+        fields = message if isinstance(message, (dict, Mapping)) else as_mapping(message)
         if fields.get("role") is None:
             raise ValueError(
                 f"{where}: message {number} has no role, only {', '.join(fields) or 'nothing'};"
@@ -189,7 +189,7 @@ def as_mapping(value: GivenMessage) -> Fields:
 
     Objects of the OpenAI library inside it become mappings too.
     """
-    if isinstance(value, dict | Mapping):  # a dict is recognised at once
+    if isinstance(value, (dict, Mapping)):  # a dict is recognised at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
     # OpenAI's classes have every field of the API; None means that this message lacks the field.
     dumped: Fields = value.model_dump(exclude_none=True)
