@@ -27,6 +27,7 @@ from contextlib import (
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -249,10 +250,14 @@ LIMITS: ContextVar[tuple[PausableTimeout, ...]] = ContextVar("limits", default=(
 """Time limits of the current task and of the tasks that started it, the outermost first."""
 
 
-@contextmanager
-def _counted(*, waiting: int = 0, running: int = 0) -> Iterator[None]:
+def _counted(*, waiting: int = 0, running: int = 0) -> AbstractContextManager[None]:
     """Count a function that waits for a thread or runs in one, in all time limits of the task."""
     limits = LIMITS.get()
+    return _counted_in(limits, waiting, running) if limits else nullcontext()
+
+
+@contextmanager
+def _counted_in(limits: Sequence[PausableTimeout], waiting: int, running: int) -> Iterator[None]:
     for limit in limits:
         limit.count(waiting=waiting, running=running)
     try:
@@ -311,7 +316,8 @@ class _Call:
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self.name = name
         self.is_given_up = False
-        self.answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[object] = self.loop.create_future()
         self.function = function
         # Threads do not inherit the context: scope, clock and time limits are the caller's.
         self.context = contextvars.copy_context()
@@ -328,8 +334,9 @@ class _Call:
 class Threads:
     """Runs plain (not asynchronous) functions in daemon threads, a limited number at a time.
 
-    The pools of anyio and asyncio wait for their threads when the process ends, so one function
-    that hangs would keep the process alive.
+    A thread serves many calls. Values that a function stores for its thread (`threading.local`, or
+    torch's gradient mode) remain for later calls. The pools of anyio and asyncio wait for their
+    threads when the process ends, so one function that hangs would keep the process alive.
     """
 
     def __init__(self, most: int, most_given_up: int = MOST_GIVEN_UP) -> None:
@@ -343,6 +350,8 @@ class Threads:
         self._most_given_up = most_given_up
         # No lock: single operations of sets are atomic, and a signal handler may call `running`.
         self._running: set[_Call] = set()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._num_threads = 0
         self._warned: set[str] = set()
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             WeakKeyDictionary()
@@ -358,7 +367,8 @@ class Threads:
             RuntimeError: too many functions were given up and still run, or no thread can start.
         """
         loop = asyncio.get_running_loop()
-        places = self._places.setdefault(loop, asyncio.Semaphore(self._most))
+        if (places := self._places.get(loop)) is None:
+            places = self._places[loop] = asyncio.Semaphore(self._most)
         with _counted(waiting=1) if places.locked() else nullcontext():
             await places.acquire()
         try:
@@ -384,6 +394,8 @@ class Threads:
     def forget(self) -> None:
         """Forget all running functions: a forked process does not have its parent's threads."""
         self._running.clear()
+        self._calls = SimpleQueue()  # the parent's may have been locked at the fork
+        self._num_threads = 0
 
     async def _answer(self, call: _Call) -> object:
         # Iterates over a copy, because threads remove themselves from the set.
@@ -394,18 +406,20 @@ class Threads:
                 f" up still run ({', '.join(sorted(set(hanging)))}); set a time limit for what they"
                 " wait for, or write them as `async def`"
             )
-        thread = threading.Thread(
-            target=self._work, args=(call,), name="plain-function", daemon=True
-        )
         self._running.add(call)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._running.discard(call)
-            raise RuntimeError(
-                f"no thread is left for {call.name}: the system cannot start more threads; raise"
-                " its process limit (`ulimit -u`, pids), or write plain functions as `async def`"
-            ) from error
+        if len(self._running) > self._num_threads:  # given-up functions keep their threads
+            thread = threading.Thread(target=self._serve, name="plain-function", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._running.discard(call)
+                raise RuntimeError(
+                    f"no thread is left for {call.name}: the system cannot start more threads;"
+                    " raise its process limit (`ulimit -u`, pids), or write plain functions as"
+                    " `async def`"
+                ) from error
+            self._num_threads += 1
+        self._calls.put(call)
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -430,7 +444,11 @@ class Threads:
                 self._most_given_up,
             )
 
-    def _work(self, call: _Call) -> None:
+    def _serve(self) -> None:
+        while True:
+            self._run(self._calls.get())  # no name for the call, which would keep it until the next
+
+    def _run(self, call: _Call) -> None:
         value: object = None
         error: BaseException | None = None
         try:
@@ -439,7 +457,7 @@ class Threads:
             error = raised
         self._running.discard(call)
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-            call.answer.get_loop().call_soon_threadsafe(call.resolve, value, error)
+            call.loop.call_soon_threadsafe(call.resolve, value, error)
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
@@ -464,12 +482,11 @@ class ScoringSlot(Stopwatch):
     def __init__(self, places: asyncio.Semaphore | None) -> None:
         """`places`: one for each rollout that may be scored at the same time; None: no limit."""
         super().__init__()
-        self._places: AbstractAsyncContextManager[object] = (
-            nullcontext() if places is None else places
-        )
+        self._places = places
 
     async def __aenter__(self) -> ScoringSlot:
-        await self._places.__aenter__()
+        if self._places is not None:
+            await self._places.acquire()
         self._before = _SLOT.get()
         _SLOT.set(self)
         self.begin()
@@ -478,21 +495,24 @@ class ScoringSlot(Stopwatch):
     async def __aexit__(self, *error: object) -> None:
         self.end()
         _SLOT.set(self._before)
-        await self._places.__aexit__(None, None, None)
+        if self._places is not None:
+            self._places.release()
 
     async def gather(self, works: Sequence[Work[T]]) -> list[T]:
         """Run the coroutines concurrently, each in its own place, and return their results."""
-        await self._places.__aexit__(None, None, None)
+        if self._places is not None:
+            self._places.release()
         try:
             with self.paused():
                 return await _gather([self._in_place(work) for work in works])
         finally:
             for work in works:
                 work.close()  # it may have been cancelled before it began
-            await self._places.__aenter__()
+            if self._places is not None:
+                await self._places.acquire()
 
     async def _in_place(self, work: Work[T]) -> T:
-        async with self._places:
+        async with self._places or nullcontext():
             with self.running():
                 return await work
 

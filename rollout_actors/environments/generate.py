@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
 
 _LOGGER = logging.getLogger(__name__)
+_UNLIMITED = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +203,13 @@ class _Batch:
             for unit in units:
                 tasks.create_task(run_phases(unit))
 
-    async def _generate_unit(self, unit: list[int]) -> None:
+    def _generate_unit(self, unit: list[int]) -> Awaitable[None]:
         if len(unit) == 1:
-            await self._generate(unit[0])
-        else:
-            await self._for_all([[index] for index in unit], self._generate_unit)
+            return self._generate(unit[0])
+        return self._for_all([[index] for index in unit], self._generate_unit)
 
     async def _generate(self, index: int) -> None:
-        async with self._generation or nullcontext():
+        async with self._generation or _UNLIMITED:
             queue_time = Stopwatch()
             given_up: list[str] = []
             began_s = time.perf_counter()

@@ -106,11 +106,14 @@ def handlers(owner: object, event: Event) -> tuple[Handler, ...]:
     return tuple(getattr(owner, name) for _, name in sorted(found))
 
 
-async def awaited(value: object) -> Any:
-    """Return the result of a call of a user's function, which may be asynchronous or not."""
-    if type(value) is CoroutineType or inspect.isawaitable(value):  # the first is found at once
-        return await value
-    return value
+def awaited(value: object) -> Work[Any]:
+    """Return a coroutine with the result of a call of a user's function, asynchronous or not."""
+    # Most are asynchronous. A coroutine around each one would make every turn slower.
+    return value if type(value) is CoroutineType else _awaited(value)
+
+
+async def _awaited(value: object) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 async def call_all(

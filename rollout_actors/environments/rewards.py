@@ -118,6 +118,8 @@ class Reward:
     """Parameters bound by a `functools.partial`. They keep their values, with `**kwargs` too."""
     is_of_group: bool
     """Whether one call gets all rollouts of a dataset row."""
+    is_asynchronous: bool
+    """Whether the function is an `async def`. Other functions run in threads."""
 
     @classmethod
     def from_function(cls, function: RewardFunction, weight: float) -> Reward:
@@ -145,6 +147,7 @@ class Reward:
             takes_all=any(one.kind is one.VAR_KEYWORD for one in parameters),
             bound=bound,
             is_of_group=any(one.name in PLURALS for one in named),
+            is_asynchronous=inspect.iscoroutinefunction(function),
         )
 
     async def of_group(self, states: Sequence[State], objects: Fields) -> list[Figure]:
@@ -186,7 +189,7 @@ class Reward:
     async def _call(self, *sources: Fields) -> Any:
         arguments = self._arguments(*sources)
         async with scoring_limit(f"reward function {self.name}"):
-            if inspect.iscoroutinefunction(self.function):
+            if self.is_asynchronous:
                 return await self.function(**arguments)
             # An object with an asynchronous `__call__` is recognised only by its result.
             return await awaited(await in_thread(self.function, **arguments))
@@ -196,9 +199,10 @@ class Reward:
         names = dict.fromkeys(chain(*reversed(sources))) if self.takes_all else self.arguments
         arguments = {}
         for name in names:
-            source = next((source for source in sources if name in source), None)
-            if source is not None and name not in self.bound:
-                arguments[name] = source[name]
+            for source in () if name in self.bound else sources:
+                if name in source:
+                    arguments[name] = source[name]
+                    break
         if missing := [name for name in self.required if name not in arguments]:
             known = ", ".join(sorted(set().union(*sources)))
             raise TypeError(
@@ -268,28 +272,29 @@ def check_figures(states: Sequence[State], rubric: object) -> None:
     for state in states:
         if state.get("error") is not None:
             continue
-        figures = {"the reward": state.get("reward")}
-        metrics = (state.get("metrics") or {}).items()
-        figures |= {f"the metric {name} =": value for name, value in metrics}
-        figures |= _own_figures(state)
-        wrong = [name for name, value in figures.items() if not is_sound(value)]
-        if wrong:
-            value = figures[wrong[0]]
-            remedy = f"give {remedy_for(value)}"
-            remedy += "" if wrong[0] == "the reward" else ", or leave it out"
-            problem = f"{type(rubric).__name__} gave {wrong[0]} {value!r}; {remedy}"
-            note_failed_rubric([state], ValueError(problem))
+        for value, name, *of in _figures_of(state):
+            if not is_sound(value):
+                remedy = f"give {remedy_for(value)}"
+                remedy += ", or leave it out" if of else ""
+                problem = f"{type(rubric).__name__} gave {name.format(*of)} {value!r}; {remedy}"
+                note_failed_rubric([state], ValueError(problem))
+                break
 
 
-def _own_figures(state: State) -> dict[str, object]:
-    """Return the advantage, and the steps' own rewards and advantages."""
+def _figures_of(state: State) -> list[tuple[Any, ...]]:
+    """Return each figure of a rollout, its name, and the values that complete the name."""
     of_rollout = {name: state.get(name) for name in ("reward", "advantage")}
-    figures = {"the advantage": of_rollout["advantage"]}
+    figures: list[tuple[Any, ...]] = [(of_rollout["reward"], "the reward")]
+    for name, value in (state.get("metrics") or {}).items():
+        figures.append((value, "the metric {} =", name))
+    if of_rollout["advantage"] is not None:
+        figures.append((of_rollout["advantage"], "the {}", "advantage"))
     for number, step in enumerate(state.get("trajectory") or ()):
         for name, value in of_rollout.items():
-            if name in step and step[name] is not value:
-                figures[f"the {name} of step {number}"] = step[name]
-    return {name: value for name, value in figures.items() if value is not None}
+            own = step.get(name)
+            if own is not None and own is not value:
+                figures.append((own, "the {} of step {}", name, number))
+    return figures
 
 
 def set_advantages(states: Sequence[State]) -> None:

@@ -163,8 +163,10 @@ def with_defaults(state: State, input: Fields) -> State:
     if not dict.__contains__(state, "input"):
         state["input"] = {key: value for key, value in input.items() if key not in state}
     for name, value in _fields().items():
-        is_missing = name not in state or (name in ("trajectory", "timing") and state[name] is None)
-        if is_missing:
+        # None of them is a field of the input, where the state's own methods would look too.
+        if not dict.__contains__(state, name) or (
+            name in ("trajectory", "timing") and state[name] is None
+        ):
             state[name] = value
     return state
 

@@ -69,14 +69,16 @@ def require_roles(messages: object, where: str) -> None:
         ValueError: it is not. The error's text begins with `where`.
     """
     form = 'write it like {"role": "user", "content": "..."}'
-    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+    if not isinstance(messages, list) and (  # a list, the usual case, is found at once
+        isinstance(messages, Mapping) or not isinstance(messages, Iterable)
+    ):
         raise ValueError(
             f"{where} is {type(messages).__name__}, not a list of messages; {form}, in a list"
         )
     for number, message in enumerate(messages):
-        if not isinstance(message, dict | Mapping) and not hasattr(message, "model_dump"):
+        if not isinstance(message, (dict, Mapping)) and not hasattr(message, "model_dump"):
             raise ValueError(f"{where}: message {number} is {type(message).__name__}; {form}")
-        fields = message if isinstance(message, dict | Mapping) else as_mapping(message)
+        fields = message if isinstance(message, (dict, Mapping)) else as_mapping(message)
         if fields.get("role") is None:
             raise ValueError(
                 f"{where}: message {number} has no role, only {', '.join(fields) or 'nothing'};"
@@ -86,17 +88,16 @@ def require_roles(messages: object, where: str) -> None:
 
 def copied(value: T) -> T:
     """Return a deep copy, several times as fast as `copy.deepcopy` for the types of JSON."""
-    original: Any = value
     copy: Any = value
-    if type(original) is dict:
-        copy = original.copy()
+    if type(copy) is dict:
+        copy = copy.copy()
         for key, item in copy.items():
             if type(item) not in _ATOMS:  # most values in a message are text
                 copy[key] = copied(item)
-    elif type(original) is list:
-        copy = [item if type(item) in _ATOMS else copied(item) for item in original]
-    elif type(original) not in _ATOMS:
-        copy = deepcopy(original)
+    elif type(copy) is list:
+        copy = [item if type(item) in _ATOMS else copied(item) for item in copy]
+    elif type(copy) not in _ATOMS:
+        copy = deepcopy(copy)
     result: T = copy
     return result
 
@@ -189,7 +190,7 @@ def as_mapping(value: GivenMessage) -> Fields:
 
     Objects of the OpenAI library inside it become mappings too.
     """
-    if isinstance(value, dict | Mapping):  # a dict is recognised at once
+    if isinstance(value, (dict, Mapping)):  # a dict is recognised at once
         return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
     # OpenAI's classes have every field of the API; None means that this message lacks the field.
     dumped: Fields = value.model_dump(exclude_none=True)

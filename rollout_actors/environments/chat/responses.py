@@ -9,10 +9,12 @@ from typing import Any
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
 
 from rollout_actors.environments.clients.openai import REASONING
 from rollout_actors.environments.types import (
     Arguments,
+    JsonObject,
     Message,
     Messages,
     ModelResponse,
@@ -52,7 +54,7 @@ async def parse_response_messages(response: ModelResponse, message_type: str) ->
         ValueError: the response has no choices, as from gateways whose backend fails.
     """
     if not response.choices:
-        reason = _extra(response, "error") or "nothing else"
+        reason = _fields(response).get("error") or "nothing else"
         raise ValueError(
             f"the endpoint's response has no choices, and says {reason}; check that the model is"
             " served, and read the endpoint's log"
@@ -64,8 +66,9 @@ async def parse_response_messages(response: ModelResponse, message_type: str) ->
     choice = response.choices[0]
     message: Message = {"role": "assistant", "content": choice.message.content}
     # Kept under the endpoint's field name, which the endpoint also expects back.
+    fields = _fields(choice.message)
     for name in REASONING:
-        if reasoning := _extra(choice.message, name):
+        if reasoning := fields.get(name):
             message[name] = reasoning
     if choice.message.tool_calls:
         message["tool_calls"] = [
@@ -89,18 +92,19 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     if not response.choices:
         return None
     choice = response.choices[0]
-    completion_ids = _extra(choice, "token_ids")
+    fields = _fields(choice)
+    completion_ids = fields.get("token_ids")
     names: list[str] | None = None
     if message_type == "completion":
         assert isinstance(response, Completion), type(response)
-        prompt_ids = _extra(choice, "prompt_token_ids")
+        prompt_ids = fields.get("prompt_token_ids")
         logprobs = choice.logprobs and choice.logprobs.token_logprobs
         names = choice.logprobs and choice.logprobs.tokens
     else:
         assert isinstance(response, ChatCompletion), type(response)
-        prompt_ids = _extra(response, "prompt_token_ids")
+        prompt_ids = _fields(response).get("prompt_token_ids")
         # Our own engines return a list; other endpoints return an object for each token.
-        logprobs = _extra(choice, "token_logprobs")
+        logprobs = fields.get("token_logprobs")
         content = choice.logprobs and choice.logprobs.content
         if logprobs is None and content is not None:
             logprobs = [one.logprob for one in content]
@@ -123,8 +127,9 @@ async def parse_response_tokens(response: Any, message_type: str) -> TrajectoryS
     }
 
 
-def _extra(model: object, name: str) -> Any:
-    # A field that vLLM or another endpoint adds to OpenAI's fields.
-    extra = getattr(model, "__pydantic_extra__", None)
-    # pydantic's `__getattr__` finds the same fields, but is slow if a field is missing.
-    return getattr(model, name, None) if extra is None else vars(model).get(name, extra.get(name))
+def _fields(model: BaseModel) -> JsonObject:
+    """Return OpenAI's fields of an object and those that vLLM or another endpoint adds.
+
+    pydantic's `__getattr__` finds the same fields, but is slow if a field is missing.
+    """
+    return {**vars(model), **(model.__pydantic_extra__ or {})}

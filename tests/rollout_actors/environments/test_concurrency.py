@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import re
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,6 +126,27 @@ def test_as_many_functions_run_at_a_time_as_there_are_threads_and_no_more():
 
     ran(work)
     assert most == [3]
+
+
+def test_calls_share_threads_and_a_forked_process_starts_its_own():
+    threads = Threads(2)
+    idents = [ran(lambda: threads.call(threading.get_ident, "ident")) for _ in range(5)]
+    assert len(set(idents)) == 1
+    threads.forget()
+    assert ran(lambda: threads.call(threading.get_ident, "ident")) != idents[0]
+
+
+def test_a_thread_without_a_call_keeps_nothing_of_the_last_one():
+    threads = Threads(1)
+
+    async def work() -> weakref.ref[Hanging]:
+        return weakref.ref(await threads.call(Hanging, "makes"))
+
+    made = ran(work)
+    end_s = time.monotonic() + 60
+    while made() is not None and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert made() is None
 
 
 @pytest.mark.slow
