@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ PEER_ERROR_GRACE_S = 4.0
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")
 # Text in Ray's error of an actor whose node was lost. The error has no field for it.
 LOST_NODE = "node has died"
+# First sentence, and table of processes, in Ray's error of an actor that its memory monitor killed.
+OUT_OF_MEMORY = re.compile(r"low on memory\. Memory on the node .*? was (?P<used>.+?)\n", re.DOTALL)
+LARGEST_PROCESSES = re.compile(r"memory users:.*\n(?P<rows>(?:\d+\s.*\n){1,3})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,16 @@ class RayCall:
             reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
             gone = self.gone or self.error
             message = ended("its", reason)
-            if LOST_NODE in str(reason):
+            if killed := OUT_OF_MEMORY.search(str(reason)):
+                largest = LARGEST_PROCESSES.search(str(reason))
+                rows = largest["rows"].split("\n") if largest else []
+                found = "; ".join(" ".join(row.split()[1:]) for row in rows if row)
+                message = (
+                    f"Ray ended its process because memory was full ({killed['used']};"
+                    f" largest processes, GB: {found or 'unknown'}); end other programs, or start"
+                    " fewer or smaller processes (`rollmatch preflight` says what each needs)"
+                )
+            elif LOST_NODE in str(reason):
                 message = (
                     f"its node was lost ({reason}); check that the machine and its network work,"
                     " and run `ray start` on it again, or on another machine"

@@ -243,3 +243,22 @@ def test_an_actor_that_is_lost_with_its_node_is_reported_with_the_node():
     assert "its node was lost" in error.message and "`ray start`" in error.message
     alone = RayCall("generate", None, "", RolloutError).translate_error("actor", ActorDiedError())
     assert "its node was lost" not in alone.message
+
+
+def test_an_actor_that_rays_memory_monitor_ended_is_reported_with_the_largest_processes():
+    words = " due to the node running low on memory. Memory on the node (IP: "
+    raylet = Path(ray.__file__).parent / "core" / "src" / "ray" / "raylet" / "raylet"
+    assert all(part.encode() in raylet.read_bytes() for part in words.split(". ")), (
+        "Ray's own words"
+    )
+    text = (
+        f"4 worker(s) were killed{words}192.0.2.2, ID: ef5) was 22.46GB used / 23.59GB limit (0.95)"
+        "\nOOM kill reason: Memory usage exceeded threshold\n- bytes unsealed: 0\n"
+        "Top 10 memory users: PID\tMEM(GB)\tCOMMAND\n2791\t2.84\tray::accumulate\n"
+        "2807\t1.43\tVLLM::EngineCore\n2815\t1.37\tpytest -q\n2899\t1.00\tmypy\nRefer to ..."
+    )
+    died = ActorDiedError(ActorDiedErrorContext(actor_id=b"a" * 16, error_message=text))
+    error = RayCall("learn", None, "", RolloutError).translate_error("learner", died)
+    assert "22.46GB used / 23.59GB limit" in error.message
+    assert "2.84 ray::accumulate; 1.43 VLLM::EngineCore; 1.37 pytest -q)" in error.message
+    assert "unsealed" not in error.message and "preflight" in error.message
