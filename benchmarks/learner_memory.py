@@ -308,7 +308,7 @@ def run_in_ranks(function: Callable[..., T], num_ranks: int, *arguments: Any) ->
     The ranks are new processes, because torch names groups of ranks, and a process can use a name
     only once.
     """
-    FORKSERVER.set_forkserver_preload(["benchmarks.learner_memory"])
+    FORKSERVER.set_forkserver_preload(["learner.step"])
     with (
         ProcessPoolExecutor(1, FORKSERVER) as rank_zero,
         ProcessPoolExecutor(num_ranks - 1, FORKSERVER) as peers,
