@@ -391,9 +391,8 @@ def _shared_key_bytes(run: RunSizes, key_tokens: int | None) -> tuple[int, int]:
         # one of the prompt. Rows of several prompts have fewer keys.
         key_tokens = tokens + (run.siblings - 1) * max(0, tokens - 2 * run.siblings)
     of_keys = 2 * run.shape.kv_heads * run.shape.head_dim * run.size
-    # The copies replace keys and values of the row. Their gradients are computed for each segment
-    # and concatenated.
-    return (key_tokens - tokens) * of_keys, (run.siblings > 1) * 2 * key_tokens * of_keys
+    # The copies replace keys and values of the row, and have gradients.
+    return (key_tokens - tokens) * of_keys, (run.siblings > 1) * key_tokens * of_keys
 
 
 def _mask_bytes(run: RunSizes) -> tuple[int, int, int]:
