@@ -55,8 +55,8 @@ def learner_estimate(
     size = run.size
     shards = run.learner.num_shards
     with_rows = max(map(math.prod, run.shapes_with_rows()), default=0)
-    gathered, with_logits = _gathered_bytes(run)
-    of_a_row = _row_parts(run, device, image_tokens, key_tokens, gathered - with_logits)
+    of_a_row = _row_parts(run, device, image_tokens, key_tokens)
+    gathered = _gathered_bytes(run)
     # While weights are sent, no row is computed.
     of_sync = bucket_bytes(run, transport)
     if run.learner.is_sharded:
@@ -160,16 +160,13 @@ def _weight_bytes(run: RunSizes) -> int:
     return whole * run.weight_size + sum(number // 2 + 4 * -(-number // 64) for number in packed)
 
 
-def _gathered_bytes(run: RunSizes) -> tuple[int, int]:
+def _gathered_bytes(run: RunSizes) -> int:
     """Count the bytes of unsharded weights and gradients on a rank in a backward with fsdp.
 
     They have the dtype of the forward.
-
-    Returns:
-        The most bytes, and those while logits exist.
     """
     if not run.learner.is_sharded:
-        return 0, 0
+        return 0
 
     layers = run.shape.names_by_layer()
     outside = layers.pop("", [])
@@ -184,16 +181,13 @@ def _gathered_bytes(run: RunSizes) -> tuple[int, int]:
     # Weights outside of the layers stay gathered for the whole backward. While one layer is
     # computed, the next one is gathered.
     weights = values_of(outside, trained=False)
-    layer = max(values_of(names, trained=False) for names in layers.values())
+    weights += 2 * max(values_of(names, trained=False) for names in layers.values())
     gradients = 0
-    # No layer is computed yet, but one is gathered, and the head has its gradient.
-    with_logits = weights + layer + run.shape.vocabulary * run.shape.hidden * run.trains_text
-    weights += 2 * layer
     if run.model.adapter is None:
         # Gradients are whole until they are summed; outside of the layers, at the backward's end.
         gradients = values_of(outside, trained=True)
         gradients += max(values_of(names, trained=True) for names in layers.values())
-    return (weights + gradients) * run.size, with_logits * run.size
+    return (weights + gradients) * run.size
 
 
 def _moment_bytes(run: RunSizes) -> int:
@@ -225,16 +219,9 @@ def _reference_bytes(run: RunSizes) -> int:
 
 
 def _row_parts(
-    run: RunSizes,
-    device: Device,
-    image_tokens: int | None,
-    key_tokens: int | None,
-    not_with_logits: int,
+    run: RunSizes, device: Device, image_tokens: int | None, key_tokens: int | None
 ) -> dict[str, int]:
-    """Return the bytes that the longest packed row needs at the peak, by their use.
-
-    `not_with_logits`: bytes of what is gathered from shards, but not while logits exist.
-    """
+    """Return the bytes that the longest packed row needs at the peak, by their use."""
     tokens = run.tokens
     text = _text_layers(run, device)
     vision = _vision_layers(run, device, tokens if image_tokens is None else image_tokens)
@@ -249,7 +236,7 @@ def _row_parts(
     keys = num_kept * shared
     if run.recomputes_last(ModelPart.LANGUAGE_MODEL, layers):
         moment += text.layer + of_layer + shared
-    moment = max(_logit_bytes(run, device) - not_with_logits, moment)
+    moment = max(_logit_bytes(run, device), moment)
     # The tower runs last in a backward, when the language model's activations are freed, and first
     # in a forward, before they exist.
     moment = max(moment, vision.moment - text.kept - masks - keys)

@@ -72,8 +72,9 @@ def test_keys_and_values_of_shared_prompts_are_counted(folder, keys):
 
 
 @pytest.mark.processes
-def test_that_of_a_shard_is_too(folder, two_ranks):
-    config, sizes = prepare_case(folder, Case(keys=SHARDED | HALF | CHECKPOINTING), SMALL)
+def test_that_of_a_shard_is_a_tenth_below_to_an_eighth_above_the_peak(folder, two_ranks):
+    case = Case({"tokens": 768}, SHARDED | HALF | CHECKPOINTING)
+    config, sizes = prepare_case(folder, case, SMALL)
     estimate = estimate_of(config, sizes)
     for peak in two_ranks.run(measure_rank, config, sizes):
-        assert 0.95 * peak <= estimate.total <= 1.1 * peak, estimate.describe()
+        assert 0.9 * peak <= estimate.total <= 1.13 * peak, estimate.describe()
