@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,14 +27,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import PIPELINE
-from benchmarks.segments import MERGE, PATCH, ImageIds, random_segment
+from benchmarks.segments import MERGE, NUM_WORDS, PATCH, ImageIds, random_segment
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import Estimate
 from launch.checks.model_shape import ModelShape, RunSizes
 from launch.tools.demo.model import IMAGE_PAD, make_config, make_processor, make_tokenizer
 from learner.checks import LogprobTolerance
 from learner.model.loading import DTYPES, LoadedModel
-from learner.model.optimizer import Optimizer
+from learner.model.optimizer.adamw import Optimizer
 from learner.model.ranks import LearnerDevice, Ranks, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel
 from learner.segments import Segment
@@ -43,6 +43,14 @@ from shared.config import RunConfig, load_config
 from shared.config.pipeline import Channel
 from shared.weight_sync.transports import TransportKind
 
+T = TypeVar("T")
+LIMIT_S = 300.0
+"""Limit of each wait: for all ranks, and of one rank for the others."""
+FORKSERVER = multiprocessing.get_context("forkserver")
+"""Ranks are forked from one process that has the imports. If each imported them itself, on a busy
+machine some would need longer than the others wait for them."""
+rendezvous: Rendezvous | None = None
+"""In the process of rank 0: what the other ranks connect to (`host`)."""
 SHORT = 64
 """Tokens of the short row that creates the optimizer's moments and the gradients."""
 
@@ -66,6 +74,15 @@ class Sizes:
     image: int = 10
     """Side of a segment's image in tokens; 0: no image."""
 
+    @property
+    def num_siblings(self) -> int:
+        """Number of rollouts of a segment's prompt in a row that has the prompt once.
+
+        Each but the first has its target and the last token of the prompt in the row.
+        """
+        num_prompt = NUM_WORDS + (self.image**2 + 2 if self.image else 0)
+        return 1 + (self.tokens - self.segment) // (self.segment - num_prompt + 1)
+
 
 USUAL = Sizes()
 
@@ -81,6 +98,11 @@ FROZEN = {"training.parts.vision_tower.frozen": True, "training.parts.aligner.fr
 LORA = {"kind": "lora", "rank": 16}
 CHECKPOINTING = {"model.gradient_checkpointing": True}
 HALF = {"model.dtype": "bfloat16"}
+SHARED = {
+    "training.share_prompts": True,
+    "stage2_ab.channel_b.rollouts_per_sample": 2,
+    "training.effective_batch_size": 2,
+}
 SHARDED = {
     "learner.parallel": "fsdp",
     "learner.world_size": 2,
@@ -105,6 +127,8 @@ CASES: Mapping[str, Case] = {
     "full, masters offloaded": Case(keys={"training.optimizer": "adamw_offload"} | CHECKPOINTING),
     "lora": Case(keys={"model.adapter": LORA}),
     "lora, bfloat16, checkpointing": Case(keys={"model.adapter": LORA} | HALF | CHECKPOINTING),
+    "full, shared prompts": Case({"segment": 128}, SHARED),
+    "full, shared prompts, checkpointing": Case({"segment": 128}, SHARED | CHECKPOINTING),
     "full, two shards": Case(keys=SHARDED | CHECKPOINTING),
     "full, bfloat16, two shards": Case(keys=SHARDED | HALF | CHECKPOINTING),
     "lora, bfloat16, two shards": Case(
@@ -202,6 +226,7 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
         parallel,
         config.rollout_matching.decode_settings(stop_token_ids=(0,), banned_token_ids=()),
         dtype=DTYPES[config.model.dtype],
+        share_prompts=config.training.share_prompts,
     )
     local = [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -215,7 +240,10 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
     segments = [
         make(number, sizes.segment, sizes.image) for number in range(sizes.tokens // sizes.segment)
     ]
+    if config.training.share_prompts:
+        segments = segments[:1] * sizes.num_siblings
     row = trainer.collate(segments, Channel.A, version=0)
+    assert row.num_tokens == sizes.tokens, "the measured row has the size of the estimated row"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         optimizer = Optimizer(loaded.model, config.training, ranks)
         trainer.queue(short, Channel.A)()
@@ -239,25 +267,62 @@ def measure_rank(
     Every rank calls it.
     """
     device = LearnerDevice(torch.device("cpu"))
-    limit_s = config.timeouts.learn_s
-    ranks = join_ranks(place, rendezvous, device, timeout_s=limit_s, num_shards=place.world_size)
+    ranks = join_ranks(place, rendezvous, device, timeout_s=LIMIT_S, num_shards=place.world_size)
     return measure(config, sizes, ranks)
 
 
-def measure_two(config: RunConfig, sizes: Sizes) -> int:
-    """Return the peak bytes of the first of two learner ranks, which runs in this process."""
+def host() -> str:
+    """Host the rendezvous in this process, which becomes rank 0. Return its address."""
+    global rendezvous
     rendezvous = Rendezvous("127.0.0.1")
-    first, second = (
-        RankTopology(
-            TransportKind.GLOO, (), rank=rank, world_size=2, rendezvous=rendezvous.endpoint
+    return rendezvous.endpoint
+
+
+def as_rank(function: Callable[..., T], place: RankTopology, *arguments: Any) -> T:
+    """Return `function(place, rendezvous, *arguments)`; `rendezvous` is None but on rank 0."""
+    return function(place, rendezvous, *arguments)
+
+
+def results(futures: Sequence[Future[T]]) -> list[T]:
+    """Return the results. Raises the first error of a rank, and TimeoutError after `LIMIT_S`.
+
+    With TimeoutError it kills the ranks, so that no process waits for them.
+    """
+    # Not one after the other: the other ranks wait for one that failed.
+    done, unfinished = wait(futures, LIMIT_S, FIRST_EXCEPTION)
+    for future in done:
+        future.result()
+    if unfinished:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise TimeoutError(
+            f"{len(unfinished)} of {len(futures)} ranks did not answer within {LIMIT_S:g} s; check"
+            " that cores and memory are free, or measure a smaller model"
         )
-        for rank in range(2)
-    )
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        peer = pool.submit(measure_rank, second, None, config, sizes)
-        peak = measure_rank(first, rendezvous, config, sizes)
-        peer.result(timeout=config.timeouts.learn_s)
-    return peak
+    return [future.result() for future in futures]
+
+
+def run_in_ranks(function: Callable[..., T], num_ranks: int, *arguments: Any) -> list[T]:
+    """Return `function(place, rendezvous, *arguments)` of learner ranks on this machine.
+
+    The ranks are new processes, because torch names groups of ranks, and a process can use a name
+    only once.
+    """
+    FORKSERVER.set_forkserver_preload(["learner.step"])
+    with (
+        ProcessPoolExecutor(1, FORKSERVER) as rank_zero,
+        ProcessPoolExecutor(num_ranks - 1, FORKSERVER) as peers,
+    ):
+        (endpoint,) = results([rank_zero.submit(host)])
+        places = [
+            RankTopology(
+                TransportKind.GLOO, (), rank=rank, world_size=num_ranks, rendezvous=endpoint
+            )
+            for rank in range(num_ranks)
+        ]
+        pools = (rank_zero, *[peers] * (num_ranks - 1))
+        pairs = zip(pools, places, strict=True)
+        return results([pool.submit(as_rank, function, one, *arguments) for pool, one in pairs])
 
 
 def prepare_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[RunConfig, Sizes]:
@@ -267,17 +332,18 @@ def prepare_case(folder: Path, case: Case, usual: Sizes = USUAL) -> tuple[RunCon
 
 
 def estimate_of(config: RunConfig, sizes: Sizes) -> Estimate:
-    images = sizes.tokens // sizes.segment * sizes.image**2
     run = RunSizes.of(config, ModelShape.read(Path(config.model.path)))
-    return learner_estimate(run, image_tokens=images)
+    images = sizes.tokens // sizes.segment * sizes.image**2
+    if not config.training.share_prompts:
+        return learner_estimate(run, image_tokens=images)
+    keys = sizes.num_siblings * sizes.segment
+    return learner_estimate(run, image_tokens=sizes.image**2, key_tokens=keys)
 
 
 def measure_case(config: RunConfig, sizes: Sizes) -> int:
     if not config.learner.is_sharded:
         return measure(config, sizes, Ranks())
-    # torch names groups of ranks, and a process can use the name only once.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure_two, config, sizes).result()
+    return run_in_ranks(measure_rank, config.learner.world_size, config, sizes)[0]
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from launch.tools.demo.language_model import make_config, make_tokenizer
 from learner.learner import Learner
-from learner.model.optimizer import InPlaceEmbedding
+from learner.model.optimizer.adamw import InPlaceEmbedding
 from learner.model.ranks import RankTopology, ReceiverGroup
 from learner.objectives.base import LearnedSupervision
 from learner.objectives.coord_math import Normalizer, OverVocabulary, read_logits

@@ -16,7 +16,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from launch.checks.model_shape import ModelShape, RunSizes, VisionShape
 from learner.collate import PackedRow, collate
 from learner.host_memory import in_gib
 from learner.model.attention import attend_by_segments, packed_row
-from learner.model.optimizer import Optimizer
-from learner.model.packed_rows import compile_blocks, prepare_vision_tower
+from learner.model.compiled_blocks import compile_blocks
+from learner.model.optimizer.adamw import Optimizer
+from learner.model.packed_rows import prepare_vision_tower
 from learner.model.ranks import Ranks
 from learner.objectives.base import ChannelObjectives
 from learner.objectives.coord_math import Normalizer
@@ -364,7 +364,7 @@ def main() -> None:
     print(f"ratio {obvious[0] / ours[0]:.2f}")
     tokens_per_s = row.num_tokens / ours[0]
     if arguments.compile:
-        compile_blocks(model, Path(arguments.size))
+        compile_blocks(model)
         compiled = measure(model, learn, arguments.repeats, device)
         require_same(compiled, ours, dtype)
         memory = memory_text(compiled[1], None)

@@ -9,41 +9,37 @@ it loaded, less what was resident before. It includes mapped pages of the files.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.learner_memory import HALF, SHARDED, USUAL, make_checkpoint, make_run
+from benchmarks.learner_memory import (
+    HALF,
+    LIMIT_S,
+    SHARDED,
+    USUAL,
+    make_checkpoint,
+    make_run,
+    run_in_ranks,
+)
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.loading import DTYPES, load_model
-from learner.model.optimizer import local_part
+from learner.model.optimizer.adamw import local_part
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import ShardedModel, load_parallel
 from learner.saving import checksum
 from shared.config import RunConfig
-from shared.weight_sync.transports import TransportKind
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
 """Writing 5 to this file of Linux resets the process's peak."""
-LIMIT_S = 300.0
-"""Limit of each wait: for all ranks, and of one rank for the others."""
-FORKSERVER = multiprocessing.get_context("forkserver")
-"""Ranks are forked from one process that has the imports. If each imported them itself, on a busy
-machine some would need longer than the others wait for them."""
-rendezvous: Rendezvous | None = None
-"""The rendezvous that this process hosts; None in processes of other ranks."""
 
 
 class Loaded(NamedTuple):
@@ -64,14 +60,9 @@ def resident(name: str) -> int:
     return 1024 * int(kib)
 
 
-def host() -> str:
-    """Host the rendezvous in this process, which becomes rank 0. Return its address."""
-    global rendezvous
-    rendezvous = Rendezvous("127.0.0.1")
-    return rendezvous.endpoint
-
-
-def load(place: RankTopology, config: RunConfig, by_rows: bool) -> Loaded:
+def load(
+    place: RankTopology, rendezvous: Rendezvous | None, config: RunConfig, by_rows: bool
+) -> Loaded:
     """Load this rank's part of the model. Every rank calls it, in a process of its own."""
     ranks = join_ranks(
         place, rendezvous, LearnerDevice(CPU), timeout_s=LIMIT_S, num_shards=place.world_size
@@ -95,38 +86,6 @@ def load(place: RankTopology, config: RunConfig, by_rows: bool) -> Loaded:
     return Loaded(resident("VmHWM") - before, size, seconds, checksum(parts))
 
 
-def results(futures: Sequence[Future[T]]) -> list[T]:
-    """Return the results. Raises the first error of a rank, and TimeoutError after `LIMIT_S`."""
-    # Not one after the other: the other ranks wait for one that failed.
-    done, unfinished = wait(futures, LIMIT_S, FIRST_EXCEPTION)
-    for future in done:
-        future.result()
-    if unfinished:
-        raise TimeoutError(
-            f"{len(unfinished)} of {len(futures)} ranks did not answer within {LIMIT_S:g} s; check"
-            " that cores and memory are free, or pass a smaller --layers or --hidden"
-        )
-    return [future.result() for future in futures]
-
-
-def load_in_ranks(config: RunConfig, by_rows: bool) -> list[Loaded]:
-    """Return what each rank measured, in new processes: each can open one group of ranks."""
-    size = config.learner.world_size
-    with (
-        ProcessPoolExecutor(1, FORKSERVER) as rank_zero,
-        ProcessPoolExecutor(size - 1, FORKSERVER) as peers,
-    ):
-        (endpoint,) = results([rank_zero.submit(host)])
-        places = [
-            RankTopology(TransportKind.GLOO, (), rank=rank, world_size=size, rendezvous=endpoint)
-            for rank in range(size)
-        ]
-        pools = (rank_zero, *[peers] * (size - 1))
-        return results(
-            [p.submit(load, place, config, by_rows) for p, place in zip(pools, places, strict=True)]
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
@@ -140,7 +99,6 @@ def main() -> None:
         intermediate=3 * arguments.hidden,
         vocabulary=32_000,
     )
-    FORKSERVER.set_forkserver_preload(["benchmarks.learner_memory"])
     print("ranks  loaded   shard MB  peak MB  seconds  (largest of all ranks)")
     with tempfile.TemporaryDirectory(prefix="rollmatch-") as folder:
         path = make_checkpoint(Path(folder), sizes)
@@ -150,7 +108,7 @@ def main() -> None:
             peaks = {}
             digests = {}
             for by_rows in (False, True):
-                ranks = load_in_ranks(config, by_rows)
+                ranks = run_in_ranks(load, size, config, by_rows)
                 peaks[by_rows] = max(rank.peak for rank in ranks)
                 digests[by_rows] = [rank.digest for rank in ranks]
                 print(

@@ -24,7 +24,7 @@ from benchmarks.segments import ImageIds, random_segment
 from learner.algorithms.advantages import TokenAdvantages
 from learner.collate import collate
 from learner.model.attention import attend_by_segments
-from learner.model.optimizer import Optimizer
+from learner.model.optimizer.adamw import Optimizer
 from learner.model.ranks import Ranks
 from learner.objectives.coord_math import Normalizer
 from learner.objectives.registry import build_objectives

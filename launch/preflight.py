@@ -317,7 +317,7 @@ def _require_offload(
 ) -> None:
     import torch
 
-    from learner.model.offload import require_offload
+    from learner.model.optimizer.offload import require_offload
 
     require_offload(rollouts, learner, torch.device(placement.device))
 

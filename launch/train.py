@@ -180,12 +180,7 @@ def run(config: RunConfig, console: Console) -> None:
         if config.rollout_matching.in_learner:
             verb = "generates" if len(rollouts.names) == 1 else "generate"
             who = f"{names}, which {verb} too,"
-        if learner.row_difference is not None:
-            within = (
-                "a packed row equals its segments, computed separately, within"
-                f" {learner.row_difference:.1e}"
-            )
-            _print(console, [f"model     {within}"])
+        _print(console, [f"model     {finding}" for finding in learner.findings])
         wall_s = time.monotonic() - started_s
         folder = config.telemetry.run_dir
         _print(console, [f"ready     {who} after {wall_s:.0f} s; run folder {folder}"])

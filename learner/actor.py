@@ -44,7 +44,7 @@ class EngineHost:
 
         With offload, the learner's tensors are in host memory while the engine generates.
         """
-        from learner.model.offload import require_offload
+        from learner.model.optimizer.offload import require_offload
 
         self._rollouts = config.rollout_matching
         self._learner = learner
@@ -76,7 +76,7 @@ class EngineHost:
         return self._learner.parallel.weights.tensors()
 
     def offloaded(self, *, model: bool = True) -> AbstractContextManager[None]:
-        from learner.model.offload import offloaded
+        from learner.model.optimizer.offload import offloaded
 
         learner = self._learner
         return offloaded(
@@ -96,9 +96,8 @@ class Started(NamedTuple):
     """Number of torch threads."""
     offers_adapter: bool
     """Whether the next weight sync sends only an adapter."""
-    row_difference: float | None
-    """Largest difference of a log-probability, in nats, between a packed row and its segments
-    computed one by one. None for a model that reads images."""
+    findings: tuple[str, ...]
+    """What the checks of the model's rows have found, one line each."""
 
 
 class LearnerRank:
@@ -160,9 +159,7 @@ class LearnerRank:
             self._host = EngineHost(config, self.learner)
             self.backend = make_backend(self._host)
         learner = self.learner
-        return Started(
-            torch.get_num_threads(), learner.publisher.offers_adapter, learner.row_difference
-        )
+        return Started(torch.get_num_threads(), learner.publisher.offers_adapter, learner.findings)
 
     def begin(self, requests: Sequence[Any], *, updates_next: bool) -> int:
         """Keep the requests of a step, of its refill round or of a held-out report.

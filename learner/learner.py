@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,13 @@ from learner.algorithms.trajectories import Trajectories, TrajectoryBatch
 from learner.checks import LogprobTolerance
 from learner.collate import PackedRow
 from learner.model.attention import use_flash_attention_3
+from learner.model.compiled_blocks import (
+    check_compiled_blocks,
+    has_compiled_blocks,
+    use_compiled_blocks,
+)
 from learner.model.loading import DTYPES
-from learner.model.optimizer import Optimizer, update_metrics, whole_tensor
+from learner.model.optimizer.adamw import Optimizer, update_metrics, whole_tensor
 from learner.model.packed_rows import check_packed_rows
 from learner.model.ranks import LearnerDevice, RankTopology, Rendezvous, join_ranks
 from learner.model.sharding import load_parallel, load_reference
@@ -45,11 +51,12 @@ from learner.packing import Row, packing_policy
 from learner.run_state import RandomState, RankState
 from learner.saving import Saving, checksum
 from learner.segments import Segment
-from learner.step import RowResult, RowTrainer
+from learner.step import RowResult, RowTrainer, loss_of_row
 from learner.step_metrics import StepMetrics
 from learner.weight_sync.publisher import WeightPublisher
 from shared.config import RunConfig
 from shared.config.derive import rank_name
+from shared.config.pipeline import Channel
 from shared.errors import CollectiveError, LearnerError, RolloutError
 from shared.metrics import RankReport
 from shared.run_files import Span
@@ -125,6 +132,9 @@ class Learner:
             dtype=DTYPES[config.model.dtype],
             share_prompts=config.training.share_prompts,
         )
+        with self._ranks.of_phase("start"):
+            self.findings = self._check_rows()
+        """What the checks of this model's rows have found, one line each."""
         self._packing = packing_policy(config.row_rule, config.training, config.global_max_length)
         self.optimizer = Optimizer(self.loaded.model, config.training, self._ranks)
         self.publisher = WeightPublisher.from_config(
@@ -137,18 +147,6 @@ class Learner:
             self.algorithm.fixed,
             self.algorithm.fixed_images,
         )
-        self.row_difference: float | None = None
-        """Largest difference of a log-probability, in nats, between a packed row and its segments
-        computed one by one. None for a model that reads images: the project's tests check these
-        families, so a run does not."""
-        if self.loaded.is_text:
-            self.row_difference = check_packed_rows(
-                self.loaded.model,
-                config.model.path,
-                config.model.dtype,
-                self.parallel.forward,
-                shares_prompts=config.training.share_prompts,
-            )
         self.publisher.try_save(config.telemetry.run_dir)
         self.num_updates = 0
         """Number of finished steps. The weights are the result of their optimizer updates."""
@@ -171,6 +169,37 @@ class Learner:
                 self._restore(config.resume.checkpoint)
             else:
                 self.state = self._state_now(None)
+
+    def _check_rows(self) -> tuple[str, ...]:
+        """Check rows before the optimizer exists. Return a line about each check.
+
+        Raises ConfigError if the model computes wrong rows.
+        """
+        config = self._config
+        model = self.loaded.model
+        found = []
+        if has_compiled_blocks(model):
+            fixed = self.algorithm.fixed
+            row = self._trainer.collate([fixed, fixed.without_images()], Channel.A, version=0)
+            loss = partial(loss_of_row, model, row)
+            found.append(
+                check_compiled_blocks(config, model, self.parallel.forward, self._ranks, loss)
+            )
+            if self.reference is not None and self.reference.copy is not None:
+                use_compiled_blocks(self.reference.copy, use=has_compiled_blocks(model))
+        # The project's tests check families that read images, so a run does not.
+        if self.loaded.is_text:
+            difference = check_packed_rows(
+                model,
+                config.model.path,
+                config.model.dtype,
+                self.parallel.forward,
+                shares_prompts=config.training.share_prompts,
+            )
+            found.append(
+                f"a packed row equals its segments, computed separately, within {difference:.1e}"
+            )
+        return tuple(found)
 
     def next_requests(self, plan: StepPlan) -> list[Any]:
         """Draw the step's samples and return this rank's requests for rollouts.

@@ -15,7 +15,7 @@ import torch
 
 from learner.host_memory import NodeMemory, available_memory, in_gib, node_number
 from learner.model.checkpoint_save import CheckpointSave, HostCopies, Write
-from learner.model.optimizer import Optimizer, local_part
+from learner.model.optimizer.adamw import Optimizer, local_part
 from learner.run_state import RankState, load_tensors, missing_parts
 from learner.weight_sync.publisher import WeightPublisher
 from shared.errors import ConfigError, StorageError

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from learner.checks import Compared, LogprobTolerance, check_logprobs, compares_logprobs
@@ -196,6 +197,15 @@ def _hidden_states(model: Any, row: PackedRow) -> torch.Tensor:
         )
     hidden_LD: torch.Tensor = output.last_hidden_state[0]
     return hidden_LD
+
+
+def loss_of_row(model: Any, row: PackedRow) -> torch.Tensor:
+    """Return the mean cross-entropy of the first tokens that the row predicts.
+
+    They are so few that their logits are in memory at once.
+    """
+    hidden_ND = _hidden_states(model, row)[row.positions_N[:LOGIT_CHUNK]]
+    return F.cross_entropy(logits_of(model)(hidden_ND).float(), row.token_ids_N[:LOGIT_CHUNK])
 
 
 def _read_reference(

@@ -65,9 +65,10 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 def compiler_problems(model: ModelSection, device: Device) -> Iterator[str]:
     """Yield a problem if `model.compile_blocks` needs a compiler that this machine lacks.
 
-    Inductor needs a C++ compiler on CPU; on a GPU, Triton needs a C compiler.
+    Inductor needs a C++ compiler on CPU; on a GPU, Triton needs a C compiler. With `auto` a run
+    starts without a compiler.
     """
-    if not model.compile_blocks:
+    if model.compile_blocks is not True:
         return
     variable, usual = ("CXX", ("g++",)) if device is Device.CPU else ("CC", ("gcc", "clang"))
     named = os.environ.get(variable)

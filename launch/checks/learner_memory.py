@@ -40,17 +40,22 @@ def learner_estimate(
     transport: TransportKind = TransportKind.GLOO,
     *,
     image_tokens: int | None = None,
+    key_tokens: int | None = None,
 ) -> Estimate:
     """Estimate the memory of a learner rank that sends weights to engines by this transport.
 
-    `image_tokens`: number of image tokens in the longest packed row. None: all tokens of the row
-    count as image tokens, because the real number is known only after the data are encoded.
+    The real numbers of these tokens are known only after the data are encoded.
+
+    Args:
+        image_tokens: number of image tokens in the longest packed row. None: all its tokens.
+        key_tokens: number of keys of a layer in this row, in which segments share prompts. None: as
+            many as with answers of one token.
     """
     trainable = run.num_trainable
     size = run.size
     shards = run.learner.num_shards
     with_rows = max(map(math.prod, run.shapes_with_rows()), default=0)
-    of_a_row = _row_parts(run, device, image_tokens)
+    of_a_row = _row_parts(run, device, image_tokens, key_tokens)
     gathered = _gathered_bytes(run)
     # While weights are sent, no row is computed.
     of_sync = bucket_bytes(run, transport)
@@ -96,8 +101,7 @@ def host_estimate(run: RunSizes, num_ranks: int) -> Estimate:
     """
     plural = "" if num_ranks == 1 else "s"
     what = f"host memory of {num_ranks} learner rank{plural}"
-    of_rank = run.shape.num_parameters * run.weight_size // run.learner.num_shards
-    loading = {LOADED: num_ranks * of_rank}
+    loading = {LOADED: num_ranks * read_bytes(run)}
     learning = {name: num_ranks * size for name, size in _offloaded_parts(run).items()}
     if run.learner.is_sharded:
         learning["weights gathered for a checkpoint"] = run.shape.num_parameters * run.size
@@ -106,6 +110,26 @@ def host_estimate(run: RunSizes, num_ranks: int) -> Estimate:
         Estimate(f"{what}, during the training", learning),
         key=lambda estimate: estimate.total,
     )
+
+
+def read_bytes(run: RunSizes) -> int:
+    """Count the bytes of the weights that the first learner rank reads into host memory.
+
+    With fsdp they are its rows of each weight. Weights with too few rows for all ranks are read
+    whole, and so are embeddings if rows of new tokens are trained.
+    """
+    shards = run.learner.num_shards
+    with_rows = run.shapes_with_rows()
+    numbers = 0
+    for sizes in run.shape.parameters.values():
+        rows = sizes[0] if sizes else 0
+        of_rank = -(-rows // shards)
+        # torch divides 4 rows among 3 ranks as 2 and 2, so not all ranks have some.
+        if sizes in with_rows or not rows or -(-rows // of_rank) < shards:
+            numbers += math.prod(sizes)
+        else:
+            numbers += of_rank * math.prod(sizes[1:])
+    return numbers * run.weight_size
 
 
 def _offloaded_parts(run: RunSizes) -> dict[str, int]:
@@ -194,28 +218,33 @@ def _reference_bytes(run: RunSizes) -> int:
     return run.shape.num_parameters * run.weight_size
 
 
-def _row_parts(run: RunSizes, device: Device, image_tokens: int | None) -> dict[str, int]:
+def _row_parts(
+    run: RunSizes, device: Device, image_tokens: int | None, key_tokens: int | None
+) -> dict[str, int]:
     """Return the bytes that the longest packed row needs at the peak, by their use."""
     tokens = run.tokens
     text = _text_layers(run, device)
     vision = _vision_layers(run, device, tokens if image_tokens is None else image_tokens)
     pairs, of_layer, of_moment = _mask_bytes(run)
-    masks = pairs
+    shared, shared_moment = _shared_key_bytes(run, key_tokens)
     # Attention's backward runs after the backward of the gated product.
     gated = 4 * run.shape.intermediate * tokens * run.size
-    moment = max(text.moment, of_moment - gated)
+    moment = max(text.moment, of_moment - gated, shared_moment - gated)
     layers = run.shape.layers
-    masks += (layers - run.num_recomputed(ModelPart.LANGUAGE_MODEL, layers)) * of_layer
+    num_kept = layers - run.num_recomputed(ModelPart.LANGUAGE_MODEL, layers)
+    masks = pairs + num_kept * of_layer
+    keys = num_kept * shared
     if run.recomputes_last(ModelPart.LANGUAGE_MODEL, layers):
-        moment += text.layer + of_layer
+        moment += text.layer + of_layer + shared
     moment = max(_logit_bytes(run, device), moment)
     # The tower runs last in a backward, when the language model's activations are freed, and first
     # in a forward, before they exist.
-    moment = max(moment, vision.moment - text.kept - masks)
+    moment = max(moment, vision.moment - text.kept - masks - keys)
     return {
         f"activations of a row of {tokens} tokens": text.kept,
         "activations of its images": vision.kept,
         "attention masks": masks,
+        "keys and values of shared prompts": keys,
         MOMENT: moment,
     }
 
@@ -335,6 +364,22 @@ def _logit_bytes(run: RunSizes, device: Device) -> int:
     head = run.shape.vocabulary * run.shape.hidden * size
     # With shards, the head's gradient is counted in `_gathered_bytes`, to the backward's end.
     return logits + head * (run.trains_text and not run.learner.is_sharded)
+
+
+def _shared_key_bytes(run: RunSizes, key_tokens: int | None) -> tuple[int, int]:
+    """Count the bytes of the copies of shared prompts' keys and values in the longest packed row.
+
+    Returns:
+        Bytes that each layer keeps, and bytes of temporary tensors in the backward of one layer.
+    """
+    tokens = run.tokens
+    if key_tokens is None:
+        # The row of a prompt and its rollouts: each has a token of its own, and repeats the last
+        # one of the prompt. Rows of several prompts have fewer keys.
+        key_tokens = tokens + (run.siblings - 1) * max(0, tokens - 2 * run.siblings)
+    of_keys = 2 * run.shape.kv_heads * run.shape.head_dim * run.size
+    # The copies replace keys and values of the row, and have gradients.
+    return (key_tokens - tokens) * of_keys, (run.siblings > 1) * key_tokens * of_keys
 
 
 def _mask_bytes(run: RunSizes) -> tuple[int, int, int]:

@@ -243,10 +243,16 @@ class RunSizes:
     """Number of tokens whose rows of embedding and head are trained in addition to an adapter."""
     may_send_full: bool
     """Whether a weight sync may send full weights."""
+    siblings: int
+    """Number of rollouts of a prompt that a packed row may hold, with one copy of the prompt; 1
+    without `training.share_prompts`."""
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> RunSizes:
         fresh = config.tokens_beside_adapter
+        of_prompt = config.stage2_ab.channel_b.rollouts_per_sample
+        if config.environment is not None:
+            of_prompt = config.group_size
         return cls(
             shape=shape,
             model=config.model,
@@ -257,6 +263,7 @@ class RunSizes:
             adapted_parts=config.adapted_parts,
             num_fresh_tokens=0 if fresh is None else fresh.count,
             may_send_full=config.may_send_full,
+            siblings=of_prompt if config.training.share_prompts else 1,
         )
 
     @property

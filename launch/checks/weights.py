@@ -28,7 +28,7 @@ def weight_warnings(
         ConfigError: the errors of `load_complete`, or tensors of an unknown model type. With
             `for_engines`, also tensors that vLLM refuses, or a missing embedding.
     """
-    from learner.model.loading import load_complete  # takes seconds
+    from learner.model.weights import load_complete  # takes seconds
 
     names = read_headers(folder, key=key)
     with _quiet():

@@ -212,10 +212,8 @@ class LearnerClient:
     """Whether full weights are sent after a failed sync of an adapter."""
     num_threads = 0
     """Number of torch threads in each rank's process, after the start."""
-    row_difference: float | None = None
-    """Largest difference of a log-probability, in nats, between a packed row and its segments in
-    separate rows. None before the start, and for vision models (`learner.learner.Learner`).
-    """
+    findings: tuple[str, ...] = ()
+    """What the learner's checks of its model's rows have found, one line each, after the start."""
 
     def __init__(
         self,
@@ -286,7 +284,7 @@ class LearnerClient:
             for rank, topology in enumerate(topologies)
         ]
         started = self._wait("start", limit, starting)[0]
-        self.num_threads, self.offers_adapter, self.row_difference = started
+        self.num_threads, self.offers_adapter, self.findings = started
 
     def next_requests(self, plan: StepPlan) -> PerRank:
         # If there are refill rounds, it is not known yet whether one follows.

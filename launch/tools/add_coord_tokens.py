@@ -234,7 +234,7 @@ def _make(
     from transformers import AutoProcessor
 
     from learner.model.checkpoint import CheckpointWeights, save_as_published
-    from learner.model.loading import load_complete
+    from learner.model.weights import load_complete
 
     model, _ = load_complete(options.model, key="model", dtype="auto")
     numbers = sum(parameter.numel() for parameter in model.parameters())

@@ -200,7 +200,7 @@ def _values(field: JsonSchema) -> str:
 
 def _value(option: JsonSchema) -> str:
     if "const" in option or "enum" in option:
-        return " | ".join(f"`{one}`" for one in option.get("enum", [option.get("const")]))
+        return " | ".join(f"`{as_yaml(one)}`" for one in option.get("enum", [option.get("const")]))
     if "properties" in option:
         return SECTION
     if "prefixItems" in option:

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from learner.model.optimizer import local_part, whole_tensor
+from learner.model.optimizer.adamw import local_part, whole_tensor
 from learner.model.parts import target_problem
 from shared.config.model import AdapterSection
 from shared.errors import ConfigError

@@ -11,7 +11,7 @@ a run's start detects both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from transformers import AttentionInterface
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
@@ -31,11 +30,9 @@ from learner.model.attention import (
     SEGMENT_ATTENTION,
     RowBorders,
     packed_row,
-    segment_attention,
 )
 from learner.model.ranks import to_device
 from shared.errors import ConfigError
-from shared.model_families import HYBRID_MODEL_TYPES
 
 _REMEDY = (
     "try model.attention=eager or model.attention=sdpa; if both fail, choose another model type,"
@@ -217,60 +214,6 @@ def use_float32_head(model: Any, path: Path) -> None:
         )
     # Exchange the class instead of the attribute `forward`: copies of the model keep it.
     head.__class__ = Float32Head
-
-
-def compile_blocks(model: Any, path: Path, *, backend: str = "inductor") -> None:
-    """Compile the blocks of `model` and of its vision tower in place (`model.compile_blocks`).
-
-    All blocks of a class share their graphs, which serve rows of all lengths. Attention stays
-    outside of the graphs: it depends on the lengths of the segments, which differ in each row.
-
-    Raises ConfigError for a model type whose layers loop over segments, and for one of which
-    transformers names no blocks. `path` is its checkpoint.
-
-    Args:
-        backend: torch's name of the compiler.
-    """
-    kind = model.config.model_type
-    if kind in HYBRID_MODEL_TYPES:
-        raise ConfigError(
-            f"model.compile_blocks: {path} is a {kind} model, whose linear attention loops over the"
-            " segments of a row, so each row would compile again; set it to false"
-        )
-    AttentionInterface.register(SEGMENT_ATTENTION, _uncompiled_attention())
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in model.modules():
-        block = type(module)
-        if block.__name__ in (model._no_split_modules or ()):
-            if block not in classes:
-                classes[block] = _compiled(block, backend)
-            # Exchange the class instead of the attribute `forward`: copies of the model keep it.
-            module.__class__ = classes[block]
-    if not classes:
-        raise ConfigError(
-            f"model.compile_blocks: transformers names no blocks of {path}, a {kind} model; set it"
-            " to false"
-        )
-
-
-@cache
-def _uncompiled_attention() -> Callable[..., Any]:
-    # Always the same object: graphs are compiled again if the registered function differs.
-    uncompiled: Callable[..., Any] = torch.compiler.disable(segment_attention)
-    return uncompiled
-
-
-def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
-    """Return a subclass of `kind` whose forward is compiled."""
-    compiled = torch.compile(kind.forward, dynamic=True, backend=backend)
-
-    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        # With a cache (`generate`), each layer and each new token would compile again.
-        has_cache = options.get("past_key_values") is not None
-        return (kind.forward if has_cache else compiled)(self, *arguments, **options)
-
-    # FSDP2 (learner.model.sharding) finds blocks by this name.
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def check_packed_rows(

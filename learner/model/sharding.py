@@ -31,9 +31,10 @@ from transformers import PreTrainedModel
 
 from learner.model.adapters import compute_magnitudes, without_adapter
 from learner.model.checkpoint import CheckpointWeights, WeightSource
-from learner.model.loading import DTYPES, LoadedModel, exchange_parameters, load_model
-from learner.model.optimizer import local_part, whole_tensor
+from learner.model.loading import DTYPES, LoadedModel, load_model
+from learner.model.optimizer.adamw import local_part, whole_tensor
 from learner.model.ranks import Ranks
+from learner.model.weights import exchange_parameters
 from learner.packing import Row, moves_to_equal
 from learner.run_state import row_as_bytes, row_from_bytes
 from shared.config import RunConfig

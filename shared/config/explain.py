@@ -171,7 +171,7 @@ def _tag(section: type[Section]) -> str:
 def _options(annotation: Any) -> tuple[str, ...]:
     """List the valid values of an annotation with a fixed set of values."""
     if get_origin(annotation) is Literal:
-        return tuple(map(str, get_args(annotation)))
+        return tuple(map(as_yaml, get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return tuple(annotation)
     return tuple(option for part in get_args(annotation) for option in _options(part))

@@ -75,10 +75,13 @@ class ModelSection(Section):
     each segment. The flash kernel is torch's own, or FlashAttention 3 if `flash_attn_interface` is
     installed, on GPUs of compute capability 9 (not run on a GPU). sdpa and eager: the
     implementations of transformers, with a mask over the whole row."""
-    compile_blocks: bool = False
+    compile_blocks: Literal[True, False, "auto"] = False
     """Compile the blocks of the learner's language model and vision tower with torch.compile, all
-    but their attention. The first rows wait for the compiler. Needs g++ on CPU, gcc or clang on a
-    GPU. Not run on a GPU."""
+    but their attention. The start waits for the compiler (g++ on CPU, gcc or clang on a GPU), and
+    compares a row's loss and gradients with those of blocks that are not compiled. If they differ
+    or the compiler fails, true refuses the start, and auto does not compile and reports why. auto
+    compiles only on GPUs, for at least 100 steps, and not with DoRA, 4-bit weights or linear
+    attention. Not run on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     recompute_every: PositiveInt = 1
@@ -110,13 +113,18 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _compiles(self) -> ModelSection:
-        if self.compile_blocks and self.is_quantized:
-            wrong = "true does not support 4-bit weights (model.adapter.quantize)"
-            raise refusal(wrong, "set it to false", "compile_blocks")
-        if self.compile_blocks and self.adapter is not None and self.adapter.kind == "dora":
-            wrong = "true does not support DoRA (model.adapter.kind), whose layers share no graphs"
-            raise refusal(wrong, "set it to false", "compile_blocks")
+        if self.compile_blocks is True and (why := self.why_not_compiled) is not None:
+            raise refusal(f"true {why}", "set it to false", "compile_blocks")
         return self
+
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Return why blocks with this adapter cannot be compiled; None if they can."""
+        if self.is_quantized:
+            return "does not support 4-bit weights (model.adapter.quantize)"
+        if self.adapter is not None and self.adapter.kind == "dora":
+            return "does not support DoRA (model.adapter.kind), whose layers share no graphs"
+        return None
 
     @property
     def is_quantized(self) -> bool:

@@ -228,8 +228,8 @@ class TrainingSection(Section):
     Losses and gradients stay equal up to rounding. Needs several rollouts per prompt,
     `model.attention: auto`, and a model without states or masks of its own. Rows then hold more
     rollouts. Each has its own copy of the prompt's keys and values while a layer computes
-    attention, and until the backward without `model.gradient_checkpointing`. Preflight does not
-    count this memory. Not run on a GPU."""
+    attention, and until the backward without `model.gradient_checkpointing`. Preflight counts them
+    as for answers of one token. Not run on a GPU."""
     deterministic: bool = False
     """Compute with kernels that repeat to the bit on a GPU: torch's deterministic algorithms in the
     learner, vLLM's batch-invariant kernels in the engines that the run starts (servers need

@@ -1,4 +1,4 @@
-"""The estimate of a learner's memory is at most a tenth below, and an eighth above, what torch's allocator gives out."""
+"""The estimate of a learner's memory is at most a twentieth below, and a tenth above, what torch's allocator gives out."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from benchmarks.learner_memory import (
     HALF,
     LORA,
     SHARDED,
+    SHARED,
     Case,
     Sizes,
     estimate_of,
@@ -27,7 +28,7 @@ SMALL = Sizes(
     vocabulary=2_500,
     vision_hidden=64,
     vision_intermediate=256,
-    tokens=768,
+    tokens=1024,
     segment=128,
     image=6,
 )
@@ -53,16 +54,27 @@ def folder(tmp_path_factory):
         pytest.param(FROZEN | {"model.attention": "sdpa"}, id="frozen tower, sdpa"),
     ],
 )
-def test_the_estimate_is_a_tenth_below_to_an_eighth_above_the_peak(folder, keys):
+def test_the_estimate_is_a_twentieth_below_to_a_tenth_above_the_peak(folder, keys):
     config, sizes = prepare_case(folder, Case(keys=keys), SMALL)
     estimate = estimate_of(config, sizes)
     peak = measure_case(config, sizes)
-    assert 0.9 * peak <= estimate.total <= 1.13 * peak, estimate.describe()
+    assert 0.95 * peak <= estimate.total <= 1.1 * peak, estimate.describe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, CHECKPOINTING], ids=["kept", "recomputed"])
+def test_keys_and_values_of_shared_prompts_are_counted(folder, keys):
+    """163 short rollouts of a prompt: without their keys and values the estimate is far too low."""
+    config, sizes = prepare_case(folder, Case({"image": 5, "segment": 52}, SHARED | keys), SMALL)
+    estimate = estimate_of(config, sizes)
+    peak = measure_case(config, sizes)
+    assert 0.95 * peak <= estimate.total <= 1.1 * peak, estimate.describe()
 
 
 @pytest.mark.processes
-def test_that_of_a_shard_is_too(folder, two_ranks):
-    config, sizes = prepare_case(folder, Case(keys=SHARDED | HALF | CHECKPOINTING), SMALL)
+def test_that_of_a_shard_is_a_tenth_below_to_an_eighth_above_the_peak(folder, two_ranks):
+    case = Case({"tokens": 768}, SHARDED | HALF | CHECKPOINTING)
+    config, sizes = prepare_case(folder, case, SMALL)
     estimate = estimate_of(config, sizes)
     for peak in two_ranks.run(measure_rank, config, sizes):
         assert 0.9 * peak <= estimate.total <= 1.13 * peak, estimate.describe()

@@ -25,7 +25,7 @@ from learner.collate import collate
 from learner.learner import Learner
 from learner.model.checkpoint import CheckpointWeights
 from learner.model.loading import load_model
-from learner.model.optimizer import Optimizer
+from learner.model.optimizer.adamw import Optimizer
 from learner.model.ranks import Ranks, RankTopology
 from learner.model.sharding import Parallel, Reference
 from learner.objectives.coord_math import Normalizer
@@ -302,7 +302,7 @@ def test_with_an_offloaded_optimizer_only_an_update_moves_gradients_and_each_of_
             learned = learn(config, policy, cuda)
             found[optimizer] = (
                 learned,
-                [one for one in cuda.syncs if one.startswith("model/optimizer.py")],
+                [one for one in cuda.syncs if one.startswith("optimizer/adamw.py")],
             )
     (plain, _), (summed_there, moved), (summed_here, moved_by_all) = found.values()
     for one in (summed_there, summed_here):
@@ -394,7 +394,7 @@ def test_a_run_on_the_device_learns_as_on_the_cpu_and_resumes_to_the_bit(
     with emulated_cuda() as cuda:
         learner = Learner(config, ON_DEVICE)
         found = [learned(learner, of_ground_truth)]
-        in_updates = [entry for entry in cuda.syncs if entry.startswith("model/optimizer.py")]
+        in_updates = [entry for entry in cuda.syncs if entry.startswith("optimizer/adamw.py")]
         learner.save(tmp_path / "saved", "{}")
         saved = on_host(learner.optimizer.tensors())
         found.append(learned(learner, of_rollouts))
@@ -455,7 +455,7 @@ def test_a_text_model_learns_with_an_adapter_near_its_start_as_on_the_cpu(
     def learned(place: RankTopology) -> tuple[Any, dict[str, float]]:
         learner = make_learner(config, place=place)
         learner.accumulate(begin(learner, plan, model=whole))
-        return learner.row_difference, timeless(finish_step(learner).metrics)
+        return learner.findings, timeless(finish_step(learner).metrics)
 
     expected = learned(ON_CPU)
     with emulated_cuda() as cuda:

@@ -16,7 +16,7 @@ from learner_support import finish_step, half_right, make_learner
 
 from learner.actor import EngineHost
 from learner.learner import Learner
-from learner.model.offload import offloaded
+from learner.model.optimizer.offload import offloaded
 from rollout_actors.backends.hf import HFBackend
 from shared.config import RunConfig
 from shared.errors import ConfigError, RolloutError

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_qwen import TOWERS, make_stock_model
 
 from launch.checks.data import ImageNeeds
-from launch.checks.learner_memory import learner_estimate
+from launch.checks.learner_memory import learner_estimate, read_bytes
 from launch.checks.memory import (
     CUDA_CONTEXT,
     DeviceMemory,
@@ -104,6 +104,43 @@ def test_weights_gradients_and_optimizer_state_are_exact(stock, tmp_path, change
     assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
     if "model__adapter" not in changes:
         assert parts["weights"] == sum(parameter.nbytes for parameter in parameters)
+
+
+def test_keys_and_values_of_prompts_that_rollouts_share_are_counted_until_the_backward(
+    sizes, shape
+):
+    """In a row of 512 tokens, 8 rollouts of one token each repeat at most 496 others."""
+    settings = {
+        "training__share_prompts": True,
+        "stage2_ab__channel_b__rollouts_per_sample": 8,
+        "training__effective_batch_size": 32,
+    }
+    name = "keys and values of shared prompts"
+    of_token = 2 * shape.kv_heads * shape.head_dim * 4
+    run = sizes(**settings)
+    assert learner_estimate(run).parts[name] == shape.layers * 7 * 496 * of_token
+    known = learner_estimate(run, key_tokens=700).parts[name]
+    assert known == shape.layers * (700 - 512) * of_token
+    recomputed = sizes(**settings, model__gradient_checkpointing=True)
+    assert learner_estimate(recomputed).parts[name] == 0
+    assert learner_estimate(sizes()).parts[name] == 0
+
+
+def test_ranks_read_weights_with_too_few_rows_for_all_of_them_whole(sizes, shape):
+    """Six rows are 2, 2 and 2 on three or four ranks, but then the fourth has none."""
+    small = replace(shape, parameters={"a": (6, 10), "b": (7,), "c": (3, 5, 2), "d": ()})
+    counts = []
+    for ranks in (1, 2, 3, 4):
+        run = sizes(small)
+        learner = {"parallel": "fsdp", "world_size": ranks}
+        run = replace(run, learner=run.learner.model_copy(update=learner))
+        counts.append(read_bytes(run))
+    assert counts == [
+        4 * (60 + 7 + 30 + 1),
+        4 * (30 + 4 + 20 + 1),
+        4 * (20 + 3 + 10 + 1),
+        4 * (60 + 2 + 30 + 1),
+    ]
 
 
 def test_heads_for_speculative_decoding_are_loaded_by_nobody_and_not_counted(tmp_path):

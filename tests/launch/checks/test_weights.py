@@ -21,7 +21,8 @@ from launch.tools import serve
 from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.model.checkpoint import CheckpointContent, CheckpointWeights, require_same_config
 from learner.model.checkpoint_folder import BaseFiles
-from learner.model.loading import load_complete, load_model
+from learner.model.loading import load_model
+from learner.model.weights import load_complete
 from shared.errors import ConfigError
 
 DOWN = "model.layers.0.mlp.down_proj.weight"

@@ -269,7 +269,7 @@ def test_an_update_is_not_announced_where_rollouts_may_be_asked_for_again(
         )
 
         def start(self, *_):
-            return Started(1, offers_adapter=False, row_difference=None)
+            return Started(1, offers_adapter=False, findings=())
 
         def begin(self, requests, *, updates_next):
             begun.append(updates_next)

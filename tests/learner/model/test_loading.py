@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,16 +13,16 @@ from config_support import configuration, trajectory_config
 from jinja2.exceptions import SecurityError
 from learner_support import finish_step, make_learner
 from safetensors.torch import load_file, save_file
-from text_families import make_text_model, text_model
+from text_families import make_text_model
 from tiny_qwen import make_stock_model
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
+from launch.checks.learner_memory import read_bytes
+from launch.checks.model_shape import ModelShape, RunSizes
 from launch.tools.add_coord_tokens import AddOptions, make_coord_model
-from learner.model.attention import packed_row
 from learner.model.loading import load_model, load_tokens
-from learner.model.optimizer import MasterWeights
-from learner.model.packed_rows import Float32Head, compile_blocks
+from learner.model.optimizer.adamw import MasterWeights
+from learner.model.packed_rows import Float32Head
 from learner.segments import PromptEncoder
 from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.dataset import load_dataset
@@ -180,85 +179,6 @@ def test_inputs_of_layers_that_wait_in_host_memory_change_no_bit(config, monkeyp
     assert moved.count(128) >= 6, "of three layers of the tower, and of the language model"
 
 
-COMPILED = {
-    "full": ({}, 1e-5),
-    "recomputed": ({"model__gradient_checkpointing": True, "model__recompute_every": 2}, 1e-5),
-    "lora": ({"model__adapter": {"kind": "lora", "rank": 4}}, 1e-5),
-    "masks": ({"model__attention": "sdpa"}, 1e-5),
-    "bfloat16": ({"model__dtype": "bfloat16"}, 2e-2),
-}
-
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_blocks_learn_as_others_do_and_rows_of_other_lengths_use_the_same_graphs(
-    config, monkeypatch, case
-):
-    """With autograd's graphs, and without the code of a compiler, which takes minutes to make."""
-    changes, tolerance = COMPILED[case]
-    traced = partial(compile_blocks, backend="aot_eager")
-    monkeypatch.setattr("learner.model.loading.compile_blocks", traced)
-    torch._dynamo.reset()
-    plain, expected = losses(config(**changes), 3)
-    counters["stats"].clear()
-    compiled, found = losses(config(**changes, model__compile_blocks=True), 3)
-    assert found == pytest.approx(expected, rel=tolerance)
-    names = [name for name, _ in compiled.loaded.model.named_parameters()]
-    assert names == [name for name, _ in plain.loaded.model.named_parameters()]
-    assert 4 <= counters["stats"]["unique_graphs"] <= 16
-
-    before = counters["stats"]["unique_graphs"]
-    for plan in list(RunSchedule(config()).plans())[3:6]:
-        compiled.next_requests(plan)
-        finish_step(compiled)
-    # torch makes other graphs for sizes of 1, such as the number of images in a row.
-    assert counters["stats"]["unique_graphs"] <= before + 2
-
-
-def test_a_compilers_code_of_the_blocks_computes_what_torch_does(demo_lm, tmp_path):
-    """Loss and gradients of rows of several lengths, compiled as in a run. The last shares tokens."""
-    results = []
-    for is_compiled in (False, True):
-        run = trajectory_config(demo_lm, tmp_path / "run", model__compile_blocks=is_compiled)
-        model = load_model(run, torch.device("cpu")).model
-        for lengths, num_shared in (
-            ((7, 19), (0, 0)),
-            ((5, 3, 11), (0,) * 3),
-            ((9, 4, 6), (0, 5, 5)),
-        ):
-            ids_T = torch.arange(sum(lengths)) % 8
-            places = zip(lengths, num_shared, strict=True)
-            positions_T = torch.cat([torch.arange(at, at + length) for length, at in places])
-            with packed_row(lengths, num_shared):
-                body = model.base_model(
-                    input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False
-                )
-            loss = model.lm_head(body.last_hidden_state).logsumexp(-1).sum()
-            loss.backward()
-        results.append((loss.item(), [one.grad for one in model.parameters()]))
-    (loss, gradients), (found, found_gradients) = results
-    assert found == pytest.approx(loss, rel=1e-6)
-    for expected, gradient in zip(gradients, found_gradients, strict=True):
-        torch.testing.assert_close(
-            gradient, expected, rtol=0, atol=1e-5 * expected.abs().max().item()
-        )
-
-
-def test_compiled_blocks_are_refused_for_layers_that_loop_over_segments(tmp_path):
-    folder = make_stock_model(tmp_path / "stock", "qwen3_5")
-    run = trajectory_config(folder, tmp_path / "run", model__compile_blocks=True)
-    with pytest.raises(
-        ConfigError, match=r"^model\.compile_blocks: .* is a qwen3_5 model, .*false$"
-    ):
-        load_model(run, torch.device("cpu"))
-
-
-def test_compiled_blocks_are_refused_for_a_model_without_named_blocks():
-    model = text_model("llama")
-    model._no_split_modules = None
-    with pytest.raises(ConfigError, match=r"^model\.compile_blocks: .* names no blocks of here"):
-        compile_blocks(model, Path("here"))
-
-
 HEAD = "lm_head.weight"
 EMBEDDING = "model.language_model.embed_tokens.weight"
 ROUTERS = {f"model.language_model.layers.{layer}.mlp.gate.weight" for layer in range(2)}
@@ -344,6 +264,15 @@ def test_ranks_read_their_rows_of_all_weights_but_of_few_that_they_read_whole(
             assert all(torch.equal(one, weight) for one in found)
     read_whole = {name for name in read_whole if ".lora_" not in name and "_delta" not in name}
     assert {name.replace(".token_adapter.base_layer", "") for name in read_whole} == whole
+    sizes = RunSizes.of(run, ModelShape.read(folder))
+    sharded = {"parallel": "fsdp", "world_size": num_ranks}
+    sizes = replace(sizes, learner=sizes.learner.model_copy(update=sharded))
+    read = [
+        ranks[0].rows.get(one, one)
+        for name, one in ranks[0].model.named_parameters()
+        if ".lora_" not in name and "_delta" not in name
+    ]
+    assert read_bytes(sizes) == sum(one.nbytes for one in read)
     for name, buffer in expected.named_buffers():
         assert all(torch.equal(rank.model.get_buffer(name), buffer) for rank in ranks)
 

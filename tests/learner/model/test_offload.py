@@ -14,7 +14,7 @@ from config_support import configuration
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from learner.model.offload import (
+from learner.model.optimizer.offload import (
     offloaded,
     offloaded_model,
     offloaded_optimizer,

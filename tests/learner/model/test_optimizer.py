@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from learner.model.optimizer import (
+from learner.model.optimizer.adamw import (
     InPlaceEmbedding,
     Optimizer,
     learning_rate_at,

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from learner.model.optimizer import Optimizer
+from learner.model.optimizer.adamw import Optimizer
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import LearnerSection
 from shared.errors import ConfigError, LearnerError

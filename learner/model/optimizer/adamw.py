@@ -21,7 +21,7 @@ from shared.errors import ConfigError, LearnerError
 from shared.model_families import ModelPart
 
 if TYPE_CHECKING:
-    from learner.model.optimizer_8bit import AdamW8bit
+    from learner.model.optimizer.adamw_8bit import AdamW8bit
 
 CPU = torch.device("cpu")
 
@@ -298,7 +298,7 @@ class Optimizer:
         self.optimizer: torch.optim.AdamW | AdamW8bit
         if config.optimizer == "adamw_bnb_8bit":
             # Imported only if a run uses it: bitsandbytes is an optional dependency.
-            from learner.model.optimizer_8bit import AdamW8bit
+            from learner.model.optimizer.adamw_8bit import AdamW8bit
 
             for values, group in zip(of_groups, groups, strict=True):
                 values["optim_bits"] = 32 if group.is_embedding else 8
