@@ -104,12 +104,12 @@ def test_a_run_of_an_environment_writes_its_folder_saves_a_checkpoint_and_leaves
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe"])
 def test_a_text_model_of_another_family_is_checked_served_synced_and_saved(
-    start_command, tmp_path, kind
+    start_command, cluster, tmp_path, kind
 ):
     model = make_text_model(tmp_path / "model", kind)
     changes = [
         *("rollout_matching.vllm.actors.num_actors=1", "training.max_steps=2"),
-        *("training.eval_steps=null", "training.effective_batch_size=32"),
+        *("training.eval_steps=null", "training.effective_batch_size=32", cluster),
     ]
     run = start_command(tmp_path, model, None, *changes, experiment="env_3v1")
     assert run.process.wait(timeout=300) == 0, run.output

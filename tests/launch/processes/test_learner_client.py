@@ -251,9 +251,3 @@ def test_closing_reaches_a_rank_that_is_busy(learner, ranks):
         assert ray.get(ranks[0].wait_until_it_scores.remote())
         closed.close()
         assert busy.result(timeout=20) == [], "it was told while it worked"
-
-
-def test_a_rank_that_does_not_answer_is_named(two_ranks):
-    message = r"save on the learner: no answer from rank 1 after timeouts\.learn_s = 1 s; "
-    with pytest.raises(LearnerError, match=message):
-        two_ranks(learn_s=1.0).save(Path("checkpoint"), "{}")

@@ -364,17 +364,3 @@ def test_no_actor_is_waited_for_longer_than_the_limit_when_the_pool_is_closed(
     started = time.monotonic()
     client.close()
     assert 0.5 <= time.monotonic() - started < 30
-
-
-@pytest.mark.parametrize("phase", ["start", "generate"])
-def test_an_actor_that_does_not_answer_is_named_with_phase_key_and_what_to_check(
-    make_client: MakeClient, phase: str
-) -> None:
-    client = make_client(phase, "sleep", limit_s=1.0)
-    message = (
-        rf"{phase} on actor-1: no answer from actor-1 after timeouts.{phase}_s = 1 s; check the"
-        r" engine's log"
-    )
-    with pytest.raises(RolloutError, match=message) as caught:
-        client.start() if phase == "start" else client.generate(refs(2)).result()
-    assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)

@@ -18,13 +18,12 @@ from launch.cli import CONF, as_mapping
 from launch.processes import sweep
 from launch.processes.placement import Resources
 from launch.processes.sweep import MARGIN_S, TRIALS, Room, Trial, print_summary
-from rollout_actors.warm import warm_python
 from shared.config import load_config
 
 
 @pytest.mark.long
 def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_what_is_not_done(
-    start_command, warm_checkpoint, demo_data, tmp_path
+    start_command, demo_checkpoint, demo_data, tmp_path
 ):
     """Of three trials the first is refused, the second ends, the third is interrupted and saves its
     weights; the same sweep with resume=auto does the rest.
@@ -39,13 +38,14 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
     def start(*options):
         return start_command(
             tmp_path,
-            warm_checkpoint,
+            demo_checkpoint,
             demo_data,
             *small,
             "training.max_steps=-1,1,12",
             *options,
             experiment="stage2_hf",
             options=["-m"],
+            of_a_user=True,  # a warm server's imports of vLLM would be for nothing
         )
 
     first = start()
@@ -338,7 +338,7 @@ def test_the_files_of_a_sweep_have_no_secret_of_its_configuration(tmp_path):
         *("-m", "+experiment=env_3v1", "environment.args={api_key: sk-LEAK5}"),
         *("training.max_steps=-1", f"telemetry.run_dir={tmp_path / 'sweep'}"),
     ]
-    command = [*warm_python.command(), "-m", "launch.train", *words]
+    command = [sys.executable, "-m", "launch.train", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "0 of 1 trials finished" in done.stdout
     files = {path.name: path.read_text() for path in (tmp_path / "sweep").glob("*.*")}

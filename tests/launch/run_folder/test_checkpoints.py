@@ -414,30 +414,3 @@ def test_a_disk_that_fills_while_the_weights_are_written_leaves_the_older_checkp
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in folder.iterdir()] == ["step_000001"]
     assert sizes() == before
-
-
-@pytest.mark.slow
-def test_a_save_that_the_disk_refuses_is_tried_again_as_a_whole(world):
-    told = []
-    world.telemetry.patience = Patience(60.0, told.append)
-    checkpoints = world(save_steps=1, background=False)
-    world.writer.refusals = 1
-    checkpoints.after_step(1)
-    assert [kept["step"] for kept in index(world.run_dir)] == [1]
-    refused, written = told
-    assert re.search(r"checkpoints/step_000001: \[Errno 28\] .*; the run waits", refused)
-    assert "checkpoints/step_000001 was written after 1 s" in written
-
-
-@pytest.mark.slow
-def test_what_the_disk_refuses_beside_the_run_is_told_and_tried_again(world):
-    told = []
-    world.telemetry.patience = Patience(60.0, told.append)
-    checkpoints = world(save_steps=2)
-    checkpoints.after_step(2)
-    world.writer.refusals = 1
-    checkpoints.after_step(3)
-    assert folders(world.run_dir) == ["checkpoints/step_000002"]
-    refused, written = told
-    assert re.search(r"checkpoints/step_000002: \[Errno 28\] .*; the run waits", refused)
-    assert "checkpoints/step_000002 was written after 1 s" in written

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,11 @@ def holdings() -> tuple[int, int]:
     """Count this process's mappings and descriptors of weights, which other tests may have left
     some of."""
     gc.collect()
-    # The folder itself was open while it was listed.
-    links = [link for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()]
-    descriptors = sum(NAME in str(link.readlink()) for link in links)
+    descriptors = 0
+    for link in list(Path("/proc/self/fd").iterdir()):
+        # That of the listing is closed, and other threads close theirs meanwhile.
+        with suppress(FileNotFoundError):
+            descriptors += NAME in str(link.readlink())
     return Path("/proc/self/maps").read_text().count(NAME), descriptors
 
 
@@ -119,15 +122,3 @@ def test_memory_that_cannot_be_mapped_is_not_there_and_holds_nothing(
     before = sorted(Path("/proc/self/fd").iterdir())
     assert (SharedMemory.create(5000), SharedMemory.open(mine.address)) == (None, None)
     assert sorted(Path("/proc/self/fd").iterdir()) == before
-
-
-def test_what_one_process_writes_the_other_reads() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", CREATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as creator:
-        assert creator.stdin is not None and creator.stdout is not None
-        opened = SharedMemory.open(Address(*map(int, creator.stdout.readline().split())))
-        assert opened is not None
-        opened.memory[4990:4995] = b"hello"
-        creator.communicate("\n", timeout=120)
-        assert creator.returncode == 0
