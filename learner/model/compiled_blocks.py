@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ def check_compiled_blocks(
     except Exception as error:  # the compiler of a backward raises errors of any class
         if is_of_collective(error):
             raise
+        clear_frames(error.__traceback__)  # they hold the activations of the row
         failure = error
     limit = LARGEST_DIFFERENCES[section.dtype]
     is_wrong = not difference <= limit  # also for NaN
