@@ -13,6 +13,7 @@ from learner_support import finish_step, make_learner
 from text_families import text_model
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.compilers import nop
 from trajectory_support import make_learner as make_text_learner
 
@@ -194,6 +195,15 @@ def broken_backward(graph, inputs):
     return aot_autograd(fw_compiler=nop, bw_compiler=broken)(graph, inputs)
 
 
+def times_gradients(graph, inputs):
+    """Compile a right forward, and a backward whose gradients have another size."""
+
+    def backward(graph, inputs):
+        return make_boxed_func(times(1.1)(graph, inputs))
+
+    return aot_autograd(fw_compiler=nop, bw_compiler=backward)(graph, inputs)
+
+
 def check(config, backend):
     """Check a text model's compiled blocks; return the outcome, and the model's logits."""
     torch._dynamo.reset()
@@ -218,6 +228,10 @@ FAULTS = [
     (
         times(torch.nan),
         r"compiled blocks of .* give other results than eager ones: .* differ by nan of",
+    ),
+    (
+        times_gradients,
+        r"compiled blocks of .* give other results than eager ones: .* of their size",
     ),
     (broken, r"torch cannot compile the blocks of .* \(.*no compiler here\)"),
     (broken_backward, r"torch cannot compile the blocks of .* \(no compiler here and more lines\)"),
