@@ -133,6 +133,8 @@ class Learner:
             share_prompts=config.training.share_prompts,
         )
         with self._ranks.of_phase("start"):
+            # First: ranks with other data may have another fixed row, and shards need equal ones.
+            self.algorithm.require_same()
             self.findings = self._check_rows()
         """What the checks of this model's rows have found, one line each."""
         self._packing = packing_policy(config.row_rule, config.training, config.global_max_length)
@@ -164,7 +166,6 @@ class Learner:
         self.state: RankState
         """The state after the last update, or the state of the resumed checkpoint."""
         with self._ranks.of_phase("start"):
-            self.algorithm.require_same()
             if config.resume.checkpoint is not None:
                 self._restore(config.resume.checkpoint)
             else:

@@ -116,7 +116,8 @@ def read_bytes(run: RunSizes) -> int:
     """Count the bytes of the weights that the first learner rank reads into host memory.
 
     With fsdp they are its rows of each weight. Weights with too few rows for all ranks are read
-    whole, and so are embeddings if rows of new tokens are trained.
+    whole, and so are embeddings if rows of new tokens are trained. Embedding and head that ranks
+    read whole because the files have a head that config.json ties are counted as rows.
     """
     shards = run.learner.num_shards
     with_rows = run.shapes_with_rows()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -129,18 +130,20 @@ def check_compiled_blocks(
             `model.compile_blocks` is true; or torch cannot compile those of a sharded model.
     """
     section = config.model
-    failure: RuntimeError | None = None
+    use_compiled_blocks(model, use=False)
+    eager = _loss_and_norms(model, forward, loss_of_row)
+    use_compiled_blocks(model, use=True)
+    failure: Exception | None = None
+    difference = math.inf
     try:
-        difference = _difference(model, forward, loss_of_row)
-    except RuntimeError as error:
+        difference = _difference(eager, _loss_and_norms(model, forward, loss_of_row))
+    except Exception as error:  # the compiler of a backward raises errors of any class
         if is_of_collective(error):
             raise
+        clear_frames(error.__traceback__)  # they hold the activations of the row
         failure = error
-        difference = math.inf
     limit = LARGEST_DIFFERENCES[section.dtype]
-    wrong = f"compiled blocks of {section.path} give other results than eager ones:"
-    wrong += f" a row's loss or gradients differ by {difference:.1e} of their size"
-    wrong += f" (at most {limit:g} is rounding)"
+    is_wrong = not difference <= limit  # also for NaN
     if failure is not None:
         # torch names its backend in the first line, and the error in the second.
         lines = " ".join(str(failure).split("\n")[:2])
@@ -148,9 +151,17 @@ def check_compiled_blocks(
         # A forward or backward of shards that has ended early cannot be repeated.
         if config.learner.is_sharded:
             raise ConfigError(f"model.compile_blocks: {wrong}; set it to false") from failure
-    elif difference <= limit:  # not for NaN
-        wrong = "they differ or cannot be compiled on another learner rank"
-    if ranks.max(int(not difference <= limit)):
+    elif is_wrong:
+        wrong = (
+            f"compiled blocks of {section.path} give other results than eager ones: a row's loss or"
+            f" gradients differ by {difference:.1e} of their size (at most {limit:g} is rounding)"
+        )
+    else:
+        wrong = (
+            f"on another learner rank, compiled blocks of {section.path} give other results than"
+            " eager ones or cannot be compiled"
+        )
+    if ranks.max(int(is_wrong)):
         if section.compile_blocks is True:
             raise ConfigError(f"model.compile_blocks: {wrong}; set it to false") from failure
         use_compiled_blocks(model, use=False)
@@ -158,27 +169,37 @@ def check_compiled_blocks(
     return f"compiled blocks equal eager ones within {difference:.1e} of a row's loss and gradients"
 
 
-def _difference(model: nn.Module, forward: Forward, loss_of_row: LossOfRow) -> float:
-    """Return the relative difference of compiled from eager blocks, of loss and gradients.
+def _loss_and_norms(
+    model: nn.Module, forward: Forward, loss_of_row: LossOfRow
+) -> tuple[float, list[float]]:
+    """Return a row's loss and the norm of each parameter's gradient, and drop the gradients.
 
-    Of gradients it is the distance between the vectors of all parameters' gradient norms. With
-    shards, the gradients are this rank's rows.
+    With shards, the gradients are this rank's rows.
     """
-    results = []
-    for is_compiled in (False, True):
-        use_compiled_blocks(model, use=is_compiled)
+    parameters = [parameter for _, parameter in trained_parameters(model)]
+    try:
         loss = forward(loss_of_row)
         loss.backward()
-        norms = []
-        for _, parameter in trained_parameters(model):
-            gradient = parameter.grad
-            norms.append(
-                0.0
-                if gradient is None
-                else torch.linalg.vector_norm(local_part(gradient), dtype=torch.float64).item()
-            )
+        norms = [
+            0.0
+            if parameter.grad is None
+            else torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float64).item()
+            for parameter in parameters
+        ]
+        return loss.item(), norms
+    finally:
+        # Also if a backward ended early: else the first step would add its gradients to these.
+        for parameter in parameters:
             parameter.grad = None
-        results.append((loss.item(), norms))
-    (loss_1, norms_1), (loss_2, norms_2) = results
-    of_gradients = math.dist(norms_1, norms_2) / math.hypot(*norms_1)
-    return abs(loss_1 - loss_2) / abs(loss_1) + of_gradients
+
+
+def _difference(eager: tuple[float, list[float]], compiled: tuple[float, list[float]]) -> float:
+    """Return the relative difference of two results of `_loss_and_norms`.
+
+    Of gradients it is the distance between the vectors of all parameters' gradient norms.
+    """
+    loss, norms = eager
+    found, found_norms = compiled
+    # A rank's rows may have no gradient, such as those of an adapter's zeros.
+    of_gradients = math.dist(norms, found_norms) / (math.hypot(*norms) or 1.0)
+    return abs(loss - found) / (abs(loss) or 1.0) + of_gradients

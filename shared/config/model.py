@@ -79,9 +79,9 @@ class ModelSection(Section):
     """Compile the blocks of the learner's language model and vision tower with torch.compile, all
     but their attention. The start waits for the compiler (g++ on CPU, gcc or clang on a GPU), and
     compares a row's loss and gradients with those of blocks that are not compiled. If they differ
-    or the compiler fails, true refuses the start, and auto does not compile and reports why. auto
-    compiles only on GPUs, for at least 100 steps, and not with DoRA, 4-bit weights or linear
-    attention. Not run on a GPU."""
+    or the compiler fails, true refuses the start, and auto does not compile and reports why; with
+    fsdp a compiler that fails ends the start with auto too. auto compiles only on GPUs, for at
+    least 100 steps, and not with DoRA, 4-bit weights or linear attention. Not run on a GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, takes about a third more time."""
     recompute_every: PositiveInt = 1
