@@ -193,8 +193,10 @@ def preflight(
         report.problems += missing
     else:
         # transformers imports them, and with them pandas, for a kind of generation and for losses
-        # of object detection that nothing uses.
-        with uncollected(), hidden("sklearn"), hidden("scipy"):
+        # of object detection that we do not use. It remembers that it has not found them, so scipy
+        # is hidden only if neither the learner nor an environment uses this process.
+        is_ours = config.environment is None and config.cluster.kind != "local"
+        with uncollected(), hidden("sklearn"), hidden("scipy") if is_ours else nullcontext():
             import transformers.generation.candidate_generator  # noqa: F401
 
             import learner.model.loading  # noqa: F401

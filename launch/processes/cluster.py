@@ -93,8 +93,8 @@ class Cluster:
             options = {"include_dashboard": cluster.dashboard}
         # The clients of engines and learner report every failed call themselves.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-        # Ray would start an idle process per CPU, which none of our actors can use: each actor has
-        # its own runtime_env.
+        # Ray would start an idle process per CPU, which only the clients of servers could use: the
+        # other actors have their own runtime_env.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         self._ends.callback(ray.shutdown)
         try:

@@ -340,7 +340,7 @@ def describe_cut_answers(
     samples = fitting.samples
     text_K = fitting.measures.text_K
     key = ""
-    if checkpoint is not None and samples.key:
+    if fitting.taught and checkpoint is not None and samples.key:
         rows = fitting.measures.rows_K.tolist()
         of_text = (_checkpoint_digest(checkpoint), answer_format, max_new_tokens)
         key = kept.digest_of(samples.key, rows, *of_text)

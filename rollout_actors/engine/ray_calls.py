@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
-from ray.exceptions import ObjectLostError, OwnerDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from rollout_actors.engine.failure import EngineEndedError
 from shared.errors import (
@@ -89,7 +96,8 @@ class RayCall:
                 f" its log and the machine's memory ({cause})"
             )
             return LostLearnerError(message, phase=self.phase)
-        if isinstance(cause, RayActorError | EngineEndedError):
+        # Ray raises an OutOfMemoryError if the constructor had not returned.
+        if isinstance(cause, RayActorError | EngineEndedError | OutOfMemoryError):
             reason = cause.args[0] if isinstance(cause, EngineEndedError) else cause
             gone = self.gone or self.error
             message = ended("its", reason)

@@ -73,22 +73,49 @@ def keys(problems):
     return [problem.split(": ")[0] for problem in problems]
 
 
-@pytest.mark.slow
-def test_packages_that_a_run_does_not_need_are_not_imported_to_check_it(config, tmp_path):
-    saved = tmp_path / "config.json"
-    saved.write_text(config().model_dump_json())
-    code = (
+def printed_after_preflight(config, folder, code):
+    """Return the words of the last line that a new process prints: it runs preflight, then code."""
+    saved = folder / "config.json"
+    saved.write_text(config.model_dump_json())
+    before = (
         "import json, sys\n"
         "from launch.preflight import preflight\n"
         "from shared.config import load_config\n"
         "report = preflight(load_config(json.load(open(sys.argv[1]))))\n"
         "assert report.facts is not None, report.problems\n"
-        "print(*{name.split('.')[0] for name in sys.modules})"
     )
-    command = [sys.executable, "-c", code, str(saved)]
-    loaded = set(subprocess.check_output(command, text=True, cwd=ROOT).splitlines()[-1].split())
+    command = [sys.executable, "-c", before + code, str(saved)]
+    return subprocess.check_output(command, text=True, cwd=ROOT).splitlines()[-1].split()
+
+
+@pytest.mark.slow
+def test_packages_that_a_run_does_not_need_are_not_imported_to_check_it(config, tmp_path):
+    code = "print(*{name.split('.')[0] for name in sys.modules})"
+    loaded = set(printed_after_preflight(config(), tmp_path, code))
     assert "transformers" in loaded
     assert not loaded & {"openai", "pandas", "ray", "scipy", "sklearn", "vllm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_environment", [False, True])
+def test_learners_and_environments_in_the_process_of_preflight_use_all_of_transformers(
+    config, demo_lm, tmp_path, of_environment
+):
+    """Transformers remembers a package that it has not found, as if it were not installed."""
+    run = (
+        trajectory_config(demo_lm, tmp_path / "run")
+        if of_environment
+        else config(cluster__kind="local", rollout_matching__rollout_backend="hf", **NO_QUEUE)
+    )
+    code = (
+        "import torch\n"
+        "from transformers.loss.loss_for_object_detection import HungarianMatcher\n"
+        "boxes = torch.tensor([[0.2, 0.2, 0.1, 0.1], [0.8, 0.8, 0.1, 0.1]])\n"
+        "found = {'logits': torch.zeros(1, 2, 3), 'pred_boxes': boxes.flip(0)[None]}\n"
+        "true = [{'class_labels': torch.tensor([1, 1]), 'boxes': boxes}]\n"
+        "print(*HungarianMatcher()(found, true)[0][1].tolist())"
+    )
+    assert printed_after_preflight(run, tmp_path, code) == ["1", "0"]
 
 
 @pytest.mark.slow

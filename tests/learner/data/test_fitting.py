@@ -22,7 +22,7 @@ from learner.model.loading import load_tokens
 from learner.segments import PromptEncoder
 from shared.dataset import Dataset
 from shared.errors import ConfigError, RecordError
-from shared.grounding.formats import COORD_TOKENS_FORMAT
+from shared.grounding.formats import COORD_TOKENS_FORMAT, FORMATS
 from shared.grounding.json_list import PictureResize
 from shared.records import ImageRef, Sample
 
@@ -220,8 +220,8 @@ def test_lengths_of_answers_that_will_be_cut_are_measured_once(measured, monkeyp
 
     monkeypatch.setattr(codec, "encode", counting)
 
-    def described(limit=20, checkpoint=measured.model, of=found):
-        settings = {"max_new_tokens": limit, "answer_format": COORD_TOKENS_FORMAT}
+    def described(limit=20, checkpoint=measured.model, of=found, written=COORD_TOKENS_FORMAT):
+        settings = {"max_new_tokens": limit, "answer_format": written}
         return fitting.describe_cut_answers(of, codec, checkpoint=checkpoint, **settings)
 
     first = described()
@@ -238,6 +238,14 @@ def test_lengths_of_answers_that_will_be_cut_are_measured_once(measured, monkeyp
     assert described() == first, "kept last"
     assert "of the 3 samples" in described(of=few)
     assert described(of=few) == described(of=few, checkpoint=None)
+    assert described() == first, "kept last"
+    in_digits = described(written=FORMATS["qwen3_vl"])
+    assert in_digits == described(written=FORMATS["qwen3_vl"], checkpoint=None) != first
+    assert described() == first, "kept last"
+    num = len(encoded)
+    file = measured.model / "tokenizer_config.json"
+    file.write_text(file.read_text() + "\n")
+    assert described() == first and len(encoded) > num, "another tokenizer is another key"
 
 
 @pytest.mark.slow

@@ -18,13 +18,13 @@ import pytest
 import ray
 from fake_server import make_settings
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from rollout_actors.engine import failure as engine_failure
 from rollout_actors.engine.actor import EngineActor
 from rollout_actors.engine.failure import EngineEndedError, EngineFailures
 from rollout_actors.engine.ray_calls import RayCall
-from shared.errors import RolloutError, WeightSyncError
+from shared.errors import LostStartError, RolloutError, WeightSyncError
 
 SMALL_CACHE = (
     "To serve at least one request with the model's max seq len (4096), (0.09 GiB KV cache is"
@@ -258,7 +258,10 @@ def test_an_actor_that_rays_memory_monitor_ended_is_reported_with_the_largest_pr
         "2807\t1.43\tVLLM::EngineCore\n2815\t1.37\tpytest -q\n2899\t1.00\tmypy\nRefer to ..."
     )
     died = ActorDiedError(ActorDiedErrorContext(actor_id=b"a" * 16, error_message=text))
-    error = RayCall("learn", None, "", RolloutError).translate_error("learner", died)
-    assert "22.46GB used / 23.59GB limit" in error.message
-    assert "2.84 ray::accumulate; 1.43 VLLM::EngineCore; 1.37 pytest -q)" in error.message
-    assert "unsealed" not in error.message and "preflight" in error.message
+    call = RayCall("start", None, "", RolloutError, gone=LostStartError)
+    for raised in (died, OutOfMemoryError(text)):  # after the constructor, and in it
+        error = call.translate_error("learner", raised)
+        assert isinstance(error, LostStartError)
+        assert "22.46GB used / 23.59GB limit" in error.message
+        assert "2.84 ray::accumulate; 1.43 VLLM::EngineCore; 1.37 pytest -q)" in error.message
+        assert "unsealed" not in error.message and "preflight" in error.message
