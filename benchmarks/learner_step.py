@@ -273,6 +273,7 @@ def estimate_memory(model: Any, row: PackedRow, *, updates: bool) -> Estimate:
         LearnerSection(),
         RolloutMatchingSection(pipeline=PIPELINE),
         row.num_tokens,
+        siblings=1,
         adapted_parts=(),
         num_fresh_tokens=0,
         may_send_full=False,
