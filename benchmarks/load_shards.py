@@ -2,7 +2,7 @@
 
 `python -m benchmarks.load_shards` (CPU) writes a random Qwen3-VL in bfloat16 and loads it in ranks
 of their own processes, twice: each rank reads only its rows, as a run does, or the whole model in
-float32, of which FSDP2 then keeps a shard. The memory of a rank is the most that was resident while
+float32, before FSDP2 keeps a shard of it. The memory of a rank is the most that was resident while
 it loaded, less what was resident before. It includes mapped pages of the files.
 """
 

@@ -195,8 +195,8 @@ def preflight(
         # transformers imports them, and with them pandas, for a kind of generation and for losses
         # of object detection that we do not use. It remembers that it has not found them, so scipy
         # is hidden only if neither the learner nor an environment uses this process.
-        is_ours = config.environment is None and config.cluster.kind != "local"
-        with uncollected(), hidden("sklearn"), hidden("scipy") if is_ours else nullcontext():
+        hides_scipy = config.environment is None and config.cluster.kind != "local"
+        with uncollected(), hidden("sklearn"), hidden("scipy") if hides_scipy else nullcontext():
             import transformers.generation.candidate_generator  # noqa: F401
 
             import learner.model.loading  # noqa: F401

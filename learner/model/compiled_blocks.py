@@ -32,8 +32,8 @@ Forward = Callable[[LossOfRow], torch.Tensor]
 def compiles_blocks(config: RunConfig, model: Any, device_type: str) -> bool:
     """Return whether the run compiles the blocks of `model` on this type of device.
 
-    Raises ConfigError if `model.compile_blocks` is true for a model type whose layers loop over
-    segments, or of which transformers names no blocks.
+    Raises ConfigError if `model.compile_blocks` is true for a model whose layers loop over
+    segments, or whose blocks transformers does not name.
     """
     wanted = config.model.compile_blocks
     if wanted == "auto" and (

@@ -272,28 +272,32 @@ def check_figures(states: Sequence[State], rubric: object) -> None:
     for state in states:
         if state.get("error") is not None:
             continue
-        for value, name, *of in _figures_of(state):
+        for value, *words in _figures_of(state):
             if not is_sound(value):
                 remedy = f"give {remedy_for(value)}"
-                remedy += ", or leave it out" if of else ""
-                problem = f"{type(rubric).__name__} gave {name.format(*of)} {value!r}; {remedy}"
+                remedy += "" if words == ["the reward"] else ", or leave it out"
+                name = " ".join(map(str, words))
+                problem = f"{type(rubric).__name__} gave {name} {value!r}; {remedy}"
                 note_failed_rubric([state], ValueError(problem))
                 break
 
 
 def _figures_of(state: State) -> list[tuple[Any, ...]]:
-    """Return each figure of a rollout, its name, and the values that complete the name."""
-    of_rollout = {name: state.get(name) for name in ("reward", "advantage")}
-    figures: list[tuple[Any, ...]] = [(of_rollout["reward"], "the reward")]
+    """Return each figure of a rollout, followed by the words that name it in a message.
+
+    Example: `(0.5, "the metric", "brief", "=")`.
+    """
+    reward, advantage = state.get("reward"), state.get("advantage")
+    figures: list[tuple[Any, ...]] = [(reward, "the reward")]
     for name, value in (state.get("metrics") or {}).items():
-        figures.append((value, "the metric {} =", name))
-    if of_rollout["advantage"] is not None:
-        figures.append((of_rollout["advantage"], "the {}", "advantage"))
+        figures.append((value, "the metric", name, "="))
+    if advantage is not None:
+        figures.append((advantage, "the advantage"))
     for number, step in enumerate(state.get("trajectory") or ()):
-        for name, value in of_rollout.items():
+        for name, of_rollout in (("reward", reward), ("advantage", advantage)):
             own = step.get(name)
-            if own is not None and own is not value:
-                figures.append((own, "the {} of step {}", name, number))
+            if own is not None and own is not of_rollout:
+                figures.append((own, "the", name, "of step", number))
     return figures
 
 

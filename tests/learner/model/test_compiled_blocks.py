@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from config_support import configuration, trajectory_config
-from learner_support import finish_step, make_learner
+from learner_support import SMALL, finish_step, losses
 from text_families import text_model
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -30,27 +30,10 @@ from learner.model.ranks import Ranks
 from shared.errors import ConfigError
 from shared.schedule import RunSchedule
 
-SMALL = {
-    "global_max_length": 512,
-    "training__max_steps": 8,
-    "training__effective_batch_size": 8,
-    "stage2_ab__schedule__warmup_steps": 8,
-    "training__learning_rate": 2e-3,
-}
-
 
 @pytest.fixture
 def config(demo_checkpoint, demo_data, tmp_path):
     return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path, **SMALL | changes)
-
-
-def losses(config, steps):
-    learner = make_learner(config)
-    reports = []
-    for plan in list(RunSchedule(config).plans())[:steps]:
-        learner.next_requests(plan)
-        reports.append(finish_step(learner))
-    return learner, [report.metrics["loss/total"] for report in reports]
 
 
 RECOMPUTED = {"model__gradient_checkpointing": True, "model__recompute_every": 2}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from config_support import configuration, trajectory_config
 from jinja2.exceptions import SecurityError
-from learner_support import finish_step, make_learner
+from learner_support import SMALL, finish_step, losses, make_learner
 from safetensors.torch import load_file, save_file
 from text_families import make_text_model
 from tiny_qwen import make_stock_model
@@ -33,13 +33,6 @@ from shared.tokens.hf_codec import ADD_TOKENS, LACKING
 
 pytestmark = pytest.mark.slow
 
-SMALL = {
-    "global_max_length": 512,
-    "training__max_steps": 8,
-    "training__effective_batch_size": 8,
-    "stage2_ab__schedule__warmup_steps": 8,
-    "training__learning_rate": 2e-3,
-}
 DIGITS = {
     "data__answer_format": "qwen3_vl",
     "rollout_matching__pipeline": EXAMPLE_PIPELINE,
@@ -50,15 +43,6 @@ DIGITS = {
 @pytest.fixture
 def config(demo_checkpoint, demo_data, tmp_path):
     return lambda **changes: configuration(demo_checkpoint, demo_data, tmp_path, **SMALL | changes)
-
-
-def losses(config, steps):
-    learner = make_learner(config)
-    reports = []
-    for plan in list(RunSchedule(config).plans())[:steps]:
-        learner.next_requests(plan)
-        reports.append(finish_step(learner))
-    return learner, [report.metrics["loss/total"] for report in reports]
 
 
 def test_bfloat16_learns_as_float32_does_and_is_saved_in_bfloat16(config, tmp_path):
