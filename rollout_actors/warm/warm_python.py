@@ -161,7 +161,9 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
             signal.signal(number, signal.SIG_DFL)
         for received in early:
             os.kill(os.getpid(), received)
-        _become_plain(arguments, reason)
+        message = f"rollmatch: {reason}; starting without it, which takes 10 s longer"
+        print(message, file=sys.stderr, flush=True)
+        os.execv(sys.executable, [sys.executable, *arguments])
     for received in early:
         _kill(pid, received)
     Path("/proc/self/comm").write_text(f"{NAME} {pid}")
@@ -256,12 +258,6 @@ def _ask_for_fork(
     text = json.dumps(request).encode("utf-8")
     socket.send_fds(connection, [_LENGTH.pack(len(text))], files)
     connection.sendall(text)
-
-
-def _become_plain(arguments: Sequence[str], reason: str) -> NoReturn:
-    message = f"rollmatch: {reason}; starting without it, which takes 10 s longer"
-    print(message, file=sys.stderr, flush=True)
-    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def _kill(pid: int, number: int) -> None:

@@ -284,7 +284,8 @@ class _Overlaps:
         boxes_P4 = np.zeros((len(scene.objects), 4))
         if sample.annotated or sample.ignore:
             pixels = [found.pixels_in(*size) for found in scene.objects]
-            boxes_P4 = np.array([_corners(xy) for xy in pixels]).reshape(-1, 4)
+            corners = [(min(xy[::2]), min(xy[1::2]), max(xy[::2]), max(xy[1::2])) for xy in pixels]
+            boxes_P4 = np.array(corners).reshape(-1, 4)
         if sample.annotated and scene.objects:
             annotated_G4 = np.array([one.corners for one in sample.annotated])
             is_box_P, is_box_G = (
@@ -331,12 +332,6 @@ class _Overlaps:
             ),
             num_ignored=len(self.ignored(iou_threshold, pairs)),
         )
-
-
-def _corners(pixels: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return x1, y1, x2, y2 of the smallest box around x, y, ..."""
-    xs, ys = pixels[::2], pixels[1::2]
-    return min(xs), min(ys), max(xs), max(ys)
 
 
 def _inside(boxes_P4: np.ndarray, regions: Sequence[IgnoredRegion]) -> np.ndarray:

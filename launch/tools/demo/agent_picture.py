@@ -43,7 +43,10 @@ def draw_environment_run(run: Path, *, num_questions: int) -> Path:
     scored = [(step, score) for step, score in points if score is not None]
     if len(scored) < len(points):
         raise ConfigError(f"{run}: a held-out report has no score, because its rollouts failed")
-    before, after = (_rollouts(reports[index]) for index in (0, -1))
+    before, after = (
+        {one["position"]: one for one in map(json.loads, lines) if one["error"] is None}
+        for lines in (reports[index].read_text().splitlines() for index in (0, -1))
+    )
     gain = {one: after[one]["reward"] - before[one]["reward"] for one in before if one in after}
     chosen = sorted(sorted(gain, key=lambda one: -gain[one])[:num_questions])
     rows = [(_text(before[one], "prompt"), before[one], after[one]) for one in chosen]
@@ -97,12 +100,6 @@ def _draw_curve(
         anchor = "rb" if step == last_step else "lb"
         draw.text((x, y - 8), f"{score:.2f}", "black", font, anchor=anchor)
         draw.text((x, bottom + 6), str(step), "black", font, anchor="ma")
-
-
-def _rollouts(report: Path) -> dict[int, dict[str, Any]]:
-    """Return the report's rollouts by position, without those that failed."""
-    rollouts = (json.loads(line) for line in report.read_text().splitlines())
-    return {one["position"]: one for one in rollouts if one["error"] is None}
 
 
 def _text(rollout: dict[str, Any], field: str) -> str:

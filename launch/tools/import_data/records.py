@@ -157,7 +157,14 @@ def _records(
                 {str(one.object.kind): one.object.bins, "desc": one.object.desc}
                 for one in converted
             ],
-            "annotated": [_annotation(one).as_json() for one in converted],
+            # The box of each annotation, and its ring if it became a polygon.
+            "annotated": [
+                Annotation(
+                    one.source.box,
+                    one.source.rings if one.object.kind is GeometryKind.POLY else None,
+                ).as_json()
+                for one in converted
+            ],
             **({"ignore": ignored} if ignored else {}),
             # For `rollmatch coco export`: annotations were turned with their image.
             **({} if frame.orientation == 1 else {"exif_orientation": frame.orientation}),
@@ -228,12 +235,6 @@ def _frame(image: SourceImage, path: Path, options: ImportOptions) -> _Frame | I
     is_stored = not is_upright and not tells and options.exif is ExifFrame.STORED
     orientation = seen.orientation if is_stored else 1
     return _Frame(size, not is_upright, orientation, image.reading)
-
-
-def _annotation(converted: Converted) -> Annotation:
-    """Return what a row keeps of an annotation: its box, and the ring if it became a polygon."""
-    is_polygon = converted.object.kind is GeometryKind.POLY
-    return Annotation(converted.source.box, converted.source.rings if is_polygon else None)
 
 
 def _ignored_regions(
