@@ -91,15 +91,15 @@ check: setup
 	    "quick tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long and not slow)'
 
 test: setup
-	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_STYLE) $(STAGE_UNIT) $(STAGE_SHARED)
+	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_STYLE) $(STAGE_SHARED) --beside $(STAGE_UNIT)
 
 test-engines: setup
 	@scripts/stages.sh $(STAGE_ENGINES)
 
 test-all: setup
 	@scripts/stages.sh $(STAGE_STYLE) \
-	    "unit tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)' \
-	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
+	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"' \
+	    --beside "unit tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)'
 
 # Every warning is an error: a link or an anchor that leads nowhere, a page outside the navigation.
 docs: setup
