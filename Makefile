@@ -3,17 +3,17 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 ROLLMATCH := .venv/bin/rollmatch
 
-# The stages of the tests (docs/project/testing.md). Unit tests wait for programs and servers during a quarter of their time, so there are 1.5 workers per core.
+# The stages of the tests (docs/project/testing.md). Tests with engines wait during half of their time, so unit tests run next to them, at a lower priority.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
 TYPES := $(PYTHON) -m mypy
 LINT := $(STYLE) && $(TYPES)
-UNIT := $(PYTHON) -m pytest -q -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder --durations=15 -m
-# Two files at a time, each with its own Ray cluster and engines. Only files with such tests are passed, because collecting all files takes long.
+UNIT := $(PYTHON) -m pytest -q -n $$(nproc) --dist loadfile --no-loadscope-reorder --durations=15 -m
+# Three files at a time, each with its own Ray cluster and engines (3 GB). Only files with such tests are passed, because collecting all files takes long.
 # Those that take minutes come first, so that at the end no worker waits long for the other. pytest runs a file once that is passed twice.
 LONGEST := $(addprefix tests/,launch/test_command_end_to_end.py launch/test_environment_command.py launch/test_topologies.py \
     learner/test_learner_ranks.py rollout_actors/test_engine_server.py rollout_actors/backends/test_contract.py \
     launch/tools/test_add_coord_tokens.py benchmarks/test_toy_sizes.py examples/test_examples.py rollout_actors/test_engine_sync.py)
-WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
+WITH_PROCESSES := $(PYTHON) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=40 \
     $(LONGEST) $$(grep -rlE "mark.(engine|ray|processes|long)" tests --include="test_*.py" | sort) -m
 
 # No target needs a model hub.
