@@ -10,9 +10,11 @@ LINT := $(STYLE) && $(TYPES)
 UNIT := $(PYTHON) -m pytest -q -n $$(nproc) --dist loadfile --no-loadscope-reorder --durations=15 -m
 # Two files at a time, each with its own Ray cluster and engines: three take 18 GB, which leaves too little for the unit tests. Only files with such tests are passed, because collecting all files takes long.
 # Those that take minutes come first, so that at the end no worker waits long for the other. pytest runs a file once that is passed twice.
-LONGEST := $(addprefix tests/,launch/test_command_end_to_end.py launch/test_environment_command.py launch/test_topologies.py \
-    learner/test_learner_ranks.py rollout_actors/test_engine_server.py rollout_actors/backends/test_contract.py \
-    launch/tools/test_add_coord_tokens.py benchmarks/test_toy_sizes.py examples/test_examples.py rollout_actors/test_engine_sync.py)
+LONGEST := $(addprefix tests/,launch/test_command_end_to_end.py launch/test_topologies.py launch/test_environment_command.py \
+    examples/test_examples.py rollout_actors/backends/test_contract.py learner/test_learner_ranks.py launch/test_environment_job.py \
+    rollout_actors/test_engine_server.py launch/run_folder/test_resume.py launch/test_several_nodes.py rollout_actors/test_engine_sync.py \
+    launch/tools/test_add_coord_tokens.py launch/test_main_job.py benchmarks/test_toy_sizes.py rollout_actors/test_adapter_sync.py \
+    rollout_actors/test_engine_stock_server.py rollout_actors/test_tensor_parallel.py)
 WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
     $(LONGEST) $$(grep -rlE "mark.(engine|ray|processes|long)" tests --include="test_*.py" | sort) -m
 
