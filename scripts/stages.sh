@@ -21,7 +21,7 @@ if ((total == 0 || total % 2)) || [[ $1 == --beside ]]; then
     exit 2
 fi
 
-# Ctrl-C also reaches the commands, which end by themselves with their own status. A shell lets what it runs in the background ignore it.
+# Ctrl-C also reaches the commands, which end by themselves with their own status. (Without a trap, one in the background would ignore it.)
 interrupted=""
 trap 'interrupted=1' INT
 
@@ -45,7 +45,7 @@ while (($#)); do
     if [[ ${1:-} == --beside ]]; then
         other=$2
         echo "== $(clock "$began")  stage $((number + 1)) of $total, next to it and printed after it: $other"
-        { nice -n 5 env --default-signal=INT bash -c "$3"; echo "$SECONDS $?" >"$output/end"; } >"$output/printed" 2>&1 &
+        { nice -n 5 bash -c "$3"; echo "$SECONDS $?" >"$output/end"; } >"$output/printed" 2>&1 &
         shift 3
     fi
     bash -c "$command"

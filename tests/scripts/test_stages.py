@@ -38,16 +38,16 @@ def test_a_stage_that_fails_does_not_keep_the_next_from_running_and_is_told_at_t
 
 
 def test_a_stage_runs_next_to_the_one_before_it_and_is_printed_and_counted_after_it(tmp_path):
-    """Each of the two waits for the other."""
+    """Each of the two waits for the other, and the second ends later."""
     meet = (
         f"cd {tmp_path}; echo {{0}}; touch {{0}}; "
         "for _ in {{1..600}}; do [ -e {1} ] && {2}; sleep 0.05; done; exit 9"
     )
     first = meet.format("first", "second", "exit 3")
-    second = meet.format("second", "first", "exit 4")
+    second = meet.format("second", "first", "sleep 0.3 && echo later && exit 4")
     done = run("one", first, "--beside", "two", second, "three", "echo third")
     lines = done.stdout.splitlines()
-    assert lines.index("first") < lines.index("second") < lines.index("third")
+    assert lines.index("first") < lines.index("later") < lines.index("third")
     assert re.findall(r"^   (\w+) +\d+:\d\d  (.*)$", done.stdout, re.MULTILINE) == [
         ("one", "FAILED (exit status 3)"),
         ("two", "FAILED (exit status 4)"),
