@@ -61,7 +61,7 @@ while (($#)); do
     fi
     note "$name" "$began" "$ended" "$status"
     if [[ -n $other ]]; then
-        number=$((number + 1))
+        number=$((number + 1)) ended=$SECONDS status=1 # of a shell that was killed
         read -r ended status <"$output/end"
         note "$other" "$began" "$ended" "$status"
     fi

@@ -56,6 +56,12 @@ def test_a_stage_runs_next_to_the_one_before_it_and_is_printed_and_counted_after
     assert (done.returncode, done.stderr) == (1, "== failed: one\n== failed: two\n")
 
 
+def test_a_stage_whose_shell_is_killed_has_failed():
+    done = run("one", "true", "--beside", "two", "kill -KILL $PPID")
+    assert done.returncode == 1
+    assert done.stderr.endswith("== failed: two\n")
+
+
 def test_an_interruption_ends_all_stages_whatever_those_under_way_make_of_it(tmp_path):
     """pytest ends with status 2."""
     begins = f"trap 'echo told; exit 2' INT; cd {tmp_path}"
