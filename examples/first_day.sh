@@ -20,7 +20,7 @@ if [[ -z ${MODEL:-} ]]; then
     # Three million parameters on two cores: short answers, few images, everything in one process.
     experiment=(+experiment=stage2_colocate cluster=local model=demo training.learning_rate=1e-3 custom.object_field_order=desc_first
         rollout_matching.trim_trailing_false_positives=false)
-    sizes=(global_max_length=512 rollout_matching.max_new_tokens=64)
+    sizes=(global_max_length=512 rollout_matching.max_new_tokens=64 cluster.dashboard=false)
 else
     # One large GPU, used in turns by the engine and by the learner, which trains an adapter. Not run on a GPU.
     experiment=(+experiment=stage2_3v1_4b backend=colocate model.adapter.kind=lora)

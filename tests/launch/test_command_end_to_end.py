@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_support import commands
-from process_family import descendants_of, is_engine
+from process_family import descendants_of, is_engine, is_warm_server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForImageTextToText
 
@@ -222,18 +222,19 @@ def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_and_a_signal_its_r
     (of_failure,) = run.run_dir.glob("checkpoint_interrupted_*")
     num_steps = int(of_failure.name.rpartition("_")[2])
 
-    of_others = set(Path("/tmp").glob("rollmatch-warm-*"))
     one_actor = "rollout_matching.vllm.actors.num_actors=1"
     again = command(*steps, one_actor, "resume=auto", of_a_user=True)
     again.wait_for(f"step {num_steps + 2:>4}/500")
+    (server,) = filter(is_warm_server, psutil.Process(again.process.pid).children())
+    (of_server,) = [Path(word) for word in server.cmdline() if word.startswith("/tmp/rollmatch-")]
     os.killpg(again.process.pid, signal.SIGHUP)  # as a closed terminal: Ray must not hear it
     assert again.process.wait(timeout=60) == 130, again.output
     again.assert_nothing_left()
     assert "interrupted" in again.output
     deadline = time.monotonic() + 60
     # the run's own server stays for some seconds
-    while left := set(Path("/tmp").glob("rollmatch-warm-*")) - of_others:
-        assert time.monotonic() < deadline, left
+    while of_server.exists():
+        assert time.monotonic() < deadline
         time.sleep(0.2)
     (checkpoint,) = again.run_dir.glob("checkpoint_interrupted_*")
     assert checkpoint != of_failure, "a newer one takes its place"

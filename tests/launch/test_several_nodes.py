@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 def nodes(orphans_are_adopted):
     """Two nodes of one CPU each beside a head without any: four processes of half a CPU need
     both."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -36,13 +37,45 @@ def test_a_stage_that_fails_does_not_keep_the_next_from_running_and_is_told_at_t
     assert done.stderr == "== failed: one\n"
 
 
-def test_an_interruption_ends_all_stages_whatever_the_one_under_way_makes_of_it():
+def test_a_stage_runs_next_to_the_one_before_it_and_is_printed_and_counted_after_it(tmp_path):
+    """Each of the two waits for the other, and the second ends later."""
+    meet = (
+        f"cd {tmp_path}; echo {{0}}; touch {{0}}; "
+        "for _ in {{1..600}}; do [ -e {1} ] && {2}; sleep 0.05; done; exit 9"
+    )
+    first = meet.format("first", "second", "exit 3")
+    second = meet.format("second", "first", "sleep 0.3 && echo later && exit 4")
+    done = run("one", first, "--beside", "two", second, "three", "echo third")
+    lines = done.stdout.splitlines()
+    assert lines.index("first") < lines.index("later") < lines.index("third")
+    assert re.findall(r"^   (\w+) +\d+:\d\d  (.*)$", done.stdout, re.MULTILINE) == [
+        ("one", "FAILED (exit status 3)"),
+        ("two", "FAILED (exit status 4)"),
+        ("three", "passed"),
+    ]
+    assert (done.returncode, done.stderr) == (1, "== failed: one\n== failed: two\n")
+
+
+def test_a_stage_whose_shell_is_killed_has_failed():
+    done = run("one", "true", "--beside", "two", "kill -KILL $PPID")
+    assert done.returncode == 1
+    assert done.stderr.endswith("== failed: two\n")
+
+
+def test_an_interruption_ends_all_stages_whatever_those_under_way_make_of_it(tmp_path):
     """pytest ends with status 2."""
-    command = "trap 'exit 2' INT; echo here; sleep 60 >/dev/null 2>&1 & wait"
+    begins = f"trap 'echo told; exit 2' INT; cd {tmp_path}"
+    waits = "sleep 60 >/dev/null 2>&1 & wait"
+    first = f"{begins}; until [ -e other ]; do sleep 0.05; done; echo here; {waits}"
+    other = f"{begins}; touch other; {waits}"
     # A shell cannot trap what was ignored when it began, as in a job in the background.
-    stages = ["env", "--default-signal=INT", STAGES, "one", command, "two", "echo second"]
+    stages = ["env", "--default-signal=INT", STAGES, "one", first, "--beside", "other", other]
     with subprocess.Popen(
-        stages, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*stages, "two", "echo second"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         while "here" not in process.stdout.readline():
@@ -50,5 +83,6 @@ def test_an_interruption_ends_all_stages_whatever_the_one_under_way_makes_of_it(
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert output.splitlines().count("told") == 2
     assert "second" not in output
-    assert "interrupted in stage 1 of 2: one" in errors
+    assert "interrupted in stage 1 of 3: one" in errors
