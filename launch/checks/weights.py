@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,9 @@ def weight_warnings(
 ) -> list[str]:
     """Return warnings about a checkpoint whose files hold all of its model's weights.
 
-    The warnings are about tensors in the files that the model does not have, and about a head that
-    differs from the embedding although `config.json` ties the two.
+    The warnings are about tensors in the files that the model does not have, about a head that
+    differs from the embedding although `config.json` ties the two, and about tokens without a row
+    in the embedding.
 
     Raises:
         ConfigError: the errors of `load_complete`, or tensors of an unknown model type. With
@@ -66,7 +68,24 @@ def weight_warnings(
             " embedding is meant, as transformers 4 reads such files, remove lm_head.weight from"
             " the files"
         )
+    if beyond := _tokens_from(folder, len(embedding), key):
+        warnings.append(
+            f"{key}: the tokenizer of {folder} has {len(beyond)} tokens beyond the {len(embedding)}"
+            f" rows of the embedding (first: {beyond[0]}); a prompt with one of them ends the run."
+            " If you added them, resize the embedding too (resize_token_embeddings)"
+        )
     return warnings
+
+
+def _tokens_from(folder: Path, first_id: int, key: str) -> list[str]:
+    """Return the added tokens of the tokenizer whose ids are `first_id` or larger."""
+    file = folder / "tokenizer.json"
+    try:
+        written = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{key}: {file} is not JSON ({error}); fetch or copy it again") from error
+    added = written.get("added_tokens", ())
+    return [token["content"] for token in added if token["id"] >= first_id]
 
 
 def _differ(folder: Path) -> bool:

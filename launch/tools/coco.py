@@ -100,7 +100,15 @@ def export_coco(options: ExportOptions) -> CocoResults:
     content = read_bytes(options.categories)
     parse = TypeAdapter(list[CocoCategory]).validate_json
     categories = parse_json(options.categories, parse, content, "import the annotations again")
-    category_ids = {category.name: category.id for category in categories}
+    category_ids: dict[str, int] = {}
+    for category in categories:
+        first = category_ids.setdefault(category.name, category.id)
+        if first != category.id:
+            problem = f"{first} and {category.id} are both called {category.name!r}"
+            remedy = "keep one: predictions are assigned to categories by name"
+            raise RecordError(
+                problem, field="categories", remedy=remedy, file=str(options.categories)
+            )
     predictions = read_predictions(options.predictions)
     results = predictions_to_coco(predictions, category_ids)
     _turn_back(results, predictions)

@@ -9,6 +9,7 @@ import argparse
 import json
 import keyword
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,11 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with explained(make_console(stderr=True)):
         environment, test, experiment = write_environment(options.name, options.out)
-    print(f"environment  {environment}: `vf-eval {environment}` evaluates a model in it")
-    print(f"test         {test}: `python -m pytest {test}`")
-    train = (
-        f"python -m launch.train --config-dir {experiment.parents[1]} +experiment={options.name}"
+    file, of_test, folder = (
+        shlex.quote(str(path)) for path in (environment, test, experiment.parents[1])
     )
+    print(f"environment  {environment}: `vf-eval {file}` evaluates a model in it")
+    print(f"test         {test}: `python -m pytest {of_test}`")
+    train = f"python -m launch.train --config-dir {folder} +experiment={options.name}"
     print(f"experiment   {experiment}: `{train}`")
 
 

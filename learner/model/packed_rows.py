@@ -232,8 +232,8 @@ def check_packed_rows(
         shares_prompts: let the last segment begin with tokens of the one before it.
 
     Raises:
-        ConfigError: the model cannot compute packed rows, or not with the run's `model.attention`
-            or `training.share_prompts`.
+        ConfigError: the model computes NaN, or cannot compute packed rows, or not with the run's
+            `model.attention` or `training.share_prompts`.
     """
     remedy = _REMEDY
     if shares_prompts:
@@ -272,6 +272,12 @@ def check_packed_rows(
         parts = [forward(partial(alone, segment_L)) for segment_L in segments]
         pairs = zip(parts, num_shared, strict=True)
         alone_TV = torch.cat([part_LV[first:] for part_LV, first in pairs]).float().log_softmax(-1)
+    if alone_TV.isnan().any():
+        raise ConfigError(
+            f"model.path: the model in {path} computes NaN for a test prompt in {dtype}: its files"
+            " hold NaN or infinite weights, or values that are too large for this type; fetch the"
+            " checkpoint again, or set model.dtype to the type that it was trained in"
+        )
     difference_TV = (row_TV - alone_TV).abs()
     largest = float(difference_TV.max())
     if dtype == "float32":

@@ -450,7 +450,9 @@ class HFBackend:
         processors: list[LogitsProcessor],
         texts: StopTexts | None = None,
     ) -> GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
-        # Values that are omitted here would come from the checkpoint's generation_config.json.
+        # `generate` takes values that are omitted here from the model's own configuration, which
+        # has those of the checkpoint's generation_config.json. Engines do not use that file.
+        self._host.model.generation_config = GenerationConfig()
         config = GenerationConfig(
             do_sample=False,
             num_beams=decode.num_beams if decode.mode is DecodeMode.BEAM else 1,

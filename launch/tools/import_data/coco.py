@@ -170,18 +170,7 @@ def read_annotations(path: Path) -> CocoFile:
     if file.annotations and not file.readable:
         field, problem = file.first_malformed
         raise RecordError(problem, field=field, remedy=remedy, file=str(path))
-    of_kind: dict[str, Sequence[CocoImage | CocoCategory]] = {
-        "images": file.images,
-        "categories": file.categories,
-    }
-    for kind, entries in of_kind.items():
-        first_of_id: dict[int, int] = {}
-        for index, entry in enumerate(entries):
-            first = first_of_id.setdefault(entry.id, index)
-            if first != index:
-                problem = f"is {entry.id}, like {kind}[{first}].id"
-                field, remedy = f"{kind}[{index}].id", "give every entry its own id"
-                raise RecordError(problem, field=field, remedy=remedy, file=str(path))
+    require_unique_ids(path, images=file.images, categories=file.categories)
     used = {annotation.category_id for annotation in file.readable}
     first_of_name: dict[str, int] = {}
     for index, category in enumerate(file.categories):
@@ -200,6 +189,22 @@ def read_annotations(path: Path) -> CocoFile:
         field, problem = f"categories[{index}].name", f"is {category.name!r}, {problem}"
         raise RecordError(problem, field=field, remedy=remedy, file=str(path))
     return file
+
+
+def require_unique_ids(
+    path: Path, **entries_of: Sequence[CocoImage | CocoCategory | CocoAnnotation | Malformed]
+) -> None:
+    """Raise RecordError if two entries of a list in the file have the same id."""
+    for kind, entries in entries_of.items():
+        first_of_id: dict[object, int] = {}
+        for index, entry in enumerate(entries):
+            if not isinstance(entry.id, int):
+                continue
+            first = first_of_id.setdefault(entry.id, index)
+            if first != index:
+                problem = f"is {entry.id}, like {kind}[{first}].id"
+                field, remedy = f"{kind}[{index}].id", "give every entry its own id"
+                raise RecordError(problem, field=field, remedy=remedy, file=str(path))
 
 
 def distinct_categories(file: CocoFile) -> list[dict[str, object]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -84,9 +84,9 @@ def read_bytes(path: Path, name: str = "MAX_FILE_BYTES", limit: int = MAX_FILE_B
 
 
 def parse_json(
-    path: Path, parse: Callable[[bytes], T], data: bytes, remedy: str, line: int | None = None
+    path: Path, parse: Callable[[Any], T], data: Any, remedy: str, line: int | None = None
 ) -> T:
-    """Return `parse(data)`, a pydantic reader of JSON.
+    """Return `parse(data)`, a pydantic reader of JSON or of decoded JSON.
 
     Raises RecordError, which names the field of the first problem and counts the others.
     """

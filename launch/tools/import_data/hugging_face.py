@@ -135,6 +135,9 @@ class HuggingFaceImport(ImportOptions):
         if numbers is None or len(numbers) != 4:
             return ObjectSkip.MALFORMED
         if isinstance(category, int):
+            if self.names is not None and category >= len(names):
+                told = f"are {len(names)}, but the data set has category {category}, counted from 0"
+                raise ConfigError(f"names: {told}; name every category, in order")
             if not 0 <= category < len(names):
                 return ObjectSkip.UNKNOWN_CATEGORY
             category = names[category]

@@ -26,6 +26,7 @@ from launch.tools.import_data.source import (
     ImportOptions,
     ImportReport,
     Orphans,
+    Source,
     SourceImage,
     counted,
 )
@@ -60,6 +61,7 @@ def import_data(options: ImportOptions) -> ImportReport:
         if options.check_boxes:
             report.boxes.require_fitting(source.file)
         _require_records(report, options, source.file)
+        _require_one_category_per_name(source, report)
         load_dataset(
             lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images
         )
@@ -100,15 +102,32 @@ def _require_records(report: ImportReport, options: ImportOptions, file: Path) -
         field="images",
         remedy=EXIF_REMEDY
         if report.images_skipped[ImageSkip.ROTATED]
-        else f"correct {options.source_key}=... or the file names, or set keep_empty=true",
+        else f"correct {options.source_key}=... or the files"
+        + (", or set keep_empty=true" if ImageSkip.NO_OBJECTS in report.images_skipped else ""),
         file=str(file),
     )
+
+
+def _require_one_category_per_name(source: Source, report: ImportReport) -> None:
+    """Raise RecordError if two categories have the same name, and objects have it."""
+    ids: dict[object, object] = {}
+    for category in source.categories or ():
+        name, id = category["name"], category["id"]
+        first = ids.setdefault(name, id)
+        if first != id and name in report.names:
+            raise RecordError(
+                f"{first} and {id} are both called {name!r}",
+                field="categories",
+                remedy="rename one: predictions are assigned to categories by name",
+                file=str(source.file),
+            )
 
 
 def _records(
     images: Iterable[SourceImage | Orphans], options: ImportOptions, report: ImportReport
 ) -> Iterator[dict[str, object]]:
     """Yield one record per usable image, in the order of the source, and count everything."""
+    where_is: dict[str, str] = {}
     for image in images:
         if isinstance(image, Orphans):
             report.objects["read"] += image.num_annotations
@@ -145,6 +164,10 @@ def _records(
             continue
         # Answers list objects from top to bottom, then from left to right.
         converted.sort(key=lambda one: (min(one.object.bins[1::2]), min(one.object.bins[::2])))
+        first = where_is.setdefault(image.sample_id, where)
+        if first is not where:
+            problem = f"{image.sample_id!r} is the id of two rows, {first} and {where}"
+            raise RecordError(problem, field="sample_id", remedy="give each its own name or id")
         report.add_record(image, path, converted, where)
         report.images["turned_by_exif"] += frame.is_turned
         ignored = _ignored_regions(results, image.unlabelled, frame.size)

@@ -9,7 +9,12 @@ from typing import Annotated, Any, ClassVar, NoReturn
 
 from pydantic import Field, TypeAdapter
 
-from launch.tools.import_data.coco import CocoFile, Malformed, source_object
+from launch.tools.import_data.coco import (
+    CocoFile,
+    Malformed,
+    require_unique_ids,
+    source_object,
+)
 from launch.tools.import_data.files import FileEntry, parse_json, read_bytes, require_folder
 from launch.tools.import_data.objects import ObjectSkip, is_learnable
 from launch.tools.import_data.source import (
@@ -81,6 +86,13 @@ class RefcocoImport(ImportOptions):
             )  # fmt: skip
         file = parse_json(
             self.annotations, CocoFile.model_validate_json, read_bytes(self.annotations), remedy
+        )
+        # A ref names its image, annotation and category by id.
+        require_unique_ids(
+            self.annotations,
+            images=file.images,
+            annotations=file.annotations,
+            categories=file.categories,
         )
         return Source(self.refs, self._images(chosen, file))
 

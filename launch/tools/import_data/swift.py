@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from launch.tools.import_data.source import (
     SourceImage,
 )
 from shared.config.base import ConfigPath
-from shared.data.file_rows import lines_of, require_utf8
+from shared.data.file_rows import decode_row, lines_of
 from shared.errors import RecordError
 
 REF = "<ref-object>"
@@ -109,12 +108,11 @@ class SwiftImport(ImportOptions):
             number = line.number
             try:
                 line.require_short()
+                content = decode_row(self.source, line.content)
             except RecordError as error:
                 raise error.at(str(self.source), number) from None
-            require_utf8(line.content, self.source)
             remedy = "correct the row, or remove it"
-            content = line.content.removeprefix(codecs.BOM_UTF8)
-            row = parse_json(self.source, _Row.model_validate_json, content, remedy, number)
+            row = parse_json(self.source, _Row.model_validate, content, remedy, number)
             folder = self.source.parent if self.images is None else self.images
             path = folder / row.images[0] if row.images else self.source
             yield _image(row, f"{self.source.stem}:{number}", path, self.reading)

@@ -75,7 +75,7 @@ class VocImport(ImportOptions):
             # Lists for one class have a second column: 1, 0 or -1.
             lines = listed.decode(errors="replace").splitlines()
             names = [line.split()[0] for line in lines if line.strip()]
-            files = [find_file(folder / f"{name}.xml") for name in names]
+            files = [find_file(folder / f"{name}.xml") for name in dict.fromkeys(names)]
         if not files:
             remedy = "give the folder that holds Annotations/, or another split=..."
             raise RecordError("has no XML file", field="source", remedy=remedy, file=str(folder))
@@ -94,6 +94,10 @@ class VocImport(ImportOptions):
                         read_file(file, "MAX_LABEL_BYTES", MAX_LABEL_BYTES)
                     )
             except (ElementTree.ParseError, ValueError):  # ValueError: an unknown encoding
+                yield SourceImage(file.stem, file, [], skip=ImageSkip.MALFORMED_LABELS)
+                continue
+            if root.tag != "annotation" and root.find("object") is None:
+                # Objects in a namespace, or below another element: not an image without objects.
                 yield SourceImage(file.stem, file, [], skip=ImageSkip.MALFORMED_LABELS)
                 continue
             path = _picture_of(file, (root.findtext("filename") or "").strip(), pictures)

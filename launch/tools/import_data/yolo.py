@@ -86,7 +86,7 @@ class YoloImport(ImportOptions):
     def _images(
         self, data: _DataFile, places: list[Path], root: Path
     ) -> Iterator[SourceImage | Orphans]:
-        used: set[Path] = set()
+        labels_of: dict[Path, Path] = {}
         poses = None if data.kpt_shape else _PoseEvidence()
         for place in places:
             if place.is_dir():
@@ -94,14 +94,23 @@ class YoloImport(ImportOptions):
             else:
                 images = [_listed(line.strip(), place.parent, root) for line in _lines(place)]
             for image in dict.fromkeys(images):
-                labels = _labels_of(image)
-                used.add(labels)
+                if image in labels_of:
+                    continue
+                labels = labels_of[image] = _labels_of(image)
                 rows = [line.split() for line in _lines(labels, _content)]
                 objects = [_object(row, data, self.reading) for row in rows]
                 if poses is not None:
                     poses.add(rows, labels)
                 name = os.path.relpath(image, root)
                 yield SourceImage(name, image, objects, reading=self.reading)
+        used = set(labels_of.values())
+        if used and not any(labels.is_file() for labels in used):
+            raise RecordError(
+                f"names {len(labels_of)} images, but none has a label file (first: {min(used)})",
+                field=self.split,
+                remedy="put the labels there, in `labels` next to `images`, or next to the images",
+                file=str(self.source),
+            )
         for place in places:
             folder = _labels_of(place / "any.jpg").parent
             if place.is_dir() and folder != place:

@@ -150,6 +150,20 @@ def test_tensors_beside_the_models_are_counted_and_named_and_left_out(changed):
     assert "vLLM does not start" in refusal(folder, for_engines=True)
 
 
+def test_tokens_beyond_the_embedding_are_told_before_a_prompt_has_one(changed):
+    folder = changed(without())
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    num_rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    last = written["added_tokens"][-1]
+    written["added_tokens"] += [last | {"id": num_rows + i, "content": f"<new{i}>"} for i in (0, 1)]
+    file.write_text(json.dumps(written))
+    (warning,) = weight_warnings(folder)
+    assert f"2 tokens beyond the {num_rows} rows of the embedding (first: <new0>)" in warning
+    file.write_text("{")
+    assert "tokenizer.json is not JSON" in refusal(folder)
+
+
 def test_names_that_transformers_completes_and_engines_do_not_are_refused(changed):
     """Those of a model that was saved without its head, or with it in its embedding's place."""
 

@@ -590,3 +590,13 @@ def test_an_image_predicted_twice_is_refused(source):
     predictions.write_text(predictions.read_text() * 2)
     problem = "metadata.image_id: 1 occurs twice; keep one row per image"
     assert f"predictions.jsonl:2: {problem}" in source.refused_export()
+
+
+def test_a_name_of_two_categories_gives_no_results(source):
+    data, _ = source.image(1, annotation()).convert()
+    source.predict(data)
+    path = source.out / "train.categories.json"
+    (first, *_) = json.loads(path.read_text())
+    path.write_text(json.dumps([first, first | {"id": 77}]))
+    problem = f"categories: {first['id']} and 77 are both called {first['name']!r}; keep one"
+    assert problem in source.refused_export()

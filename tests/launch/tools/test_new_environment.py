@@ -25,6 +25,13 @@ def folder(tmp_path, capsys):
     return tmp_path
 
 
+def test_printed_commands_quote_a_folder_with_a_blank(tmp_path, capsys):
+    main(["my_task", "--out", str(tmp_path / "my folder")])
+    printed = capsys.readouterr().out
+    assert f"`vf-eval '{tmp_path}/my folder/my_task.py'`" in printed
+    assert f"--config-dir '{tmp_path}/my folder' +experiment=my_task`" in printed
+
+
 @pytest.mark.slow
 def test_the_test_that_is_written_passes(folder):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_task.py"]

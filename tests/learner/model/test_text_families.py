@@ -131,6 +131,14 @@ def test_a_model_whose_segments_see_each_other_is_refused_with_the_difference(ki
         check_packed_rows(model, "here", "float32", lambda score: score())
 
 
+def test_weights_that_give_nan_are_told_as_such_and_not_as_a_wrong_attention():
+    model = text_model("llama").eval()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match=r"the model in here computes NaN .*; fetch the"):
+        check_packed_rows(model, "here", "float32", lambda score: score())
+
+
 def test_rounding_to_bfloat16_is_permitted_and_segments_that_see_each_other_are_not():
     check_packed_rows(text_model("llama").bfloat16(), "here", "bfloat16", lambda score: score())
     with pytest.raises(ConfigError, match="here is a opt model"):

@@ -189,6 +189,7 @@ def test_what_a_checkpoint_recommends_for_sampling_has_no_part_in_it(learner, ba
         "top_k": 3,
         "num_beams": 2,
         "eos_token_id": expected[0].response_token_ids[2],
+        "suppress_tokens": [expected[0].response_token_ids[0]],
     }
     for name, value in recommended.items():
         monkeypatch.setattr(learner.model.generation_config, name, value)

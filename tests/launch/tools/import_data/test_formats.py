@@ -256,6 +256,17 @@ def test_each_sentence_of_a_ref_is_a_row_that_asks_for_its_phrase(tmp_path, run,
     assert report["images"]["skipped"] == {"unusable_text": 2, "unknown_annotation": 1}
 
 
+@pytest.mark.parametrize("kind", ["images", "annotations", "categories"])
+def test_a_ref_whose_id_names_two_entries_is_refused(tmp_path, refused, kind):
+    words = refcoco(tmp_path / "refcoco", [refs_of("the left cat")])
+    path = tmp_path / "refcoco" / "instances.json"
+    content = json.loads(path.read_text())
+    content[kind].append(content[kind][0])
+    write(path, json.dumps(content))
+    message = f"instances.json: {kind}[1].id: is {content[kind][0]['id']}, like {kind}[0].id"
+    assert message in refused("format=refcoco", *words)
+
+
 class Harmful:
     def __reduce__(self) -> Any:
         return os.mkdir, ("harmed",)
@@ -375,7 +386,10 @@ def test_rows_of_ms_swift_that_are_no_detection_are_counted_by_reason(tmp_path, 
 def test_a_malformed_row_of_ms_swift_is_refused_with_its_line(tmp_path, refused):
     rows = [swift_row("<image>a", "b", [], []), {"messages": "hello"}]
     source = swift_file(tmp_path / "swift", *rows)
-    message = "rows.jsonl:2: messages: input should be a valid array, got 'hello'; correct the row"
+    message = "rows.jsonl:2: messages: input should be a valid list, got 'hello'; correct the row"
+    assert message in refused("format=swift", f"source={source}")
+    source.write_text(json.dumps(rows[0])[:-1] + ', "images": ["b.png"]}\n')
+    message = "rows.jsonl:1: images: is given twice in one object; keep one"
     assert message in refused("format=swift", f"source={source}")
 
 
@@ -438,7 +452,7 @@ def test_a_hugging_face_data_set_on_disk_is_read_with_its_pictures(
 ):
     wrong = {"bbox": [[1, 2, 3], [0.1, 0.2, 0.3, 0.4]], "category": [1, 1]}
     if isinstance(objects, list):
-        wrong = [{"bbox": [1, 2, 3, 4], "category": 9}]
+        wrong = [{"bbox": [1, 2, 3, 4], "category": -1}]
     source = hugging_face(tmp_path / "data", names, [objects, wrong])
     (tmp_path / "a.png").rename(tmp_path / "moved.png")
     data, report = run("hf", source=source, **options)
@@ -461,6 +475,9 @@ def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tm
     source = hugging_face(tmp_path / "numbers", None, [{"bbox": [PIXELS], "category": [0]}])
     message = "names: the data set has numbers in category, but no names for them; give the names"
     assert message in refused("format=hf", f"source={source}")
+    source = hugging_face(tmp_path / "from_one", None, [{"bbox": [PIXELS] * 2, "category": [1, 2]}])
+    message = "names: are 2, but the data set has category 2, counted from 0; name every category"
+    assert message in refused("format=hf", f"source={source}", "names=cat,dog")
     message = "source: /nowhere (split train) cannot be loaded"
     assert message in refused("format=hf", "source=/nowhere")
 
@@ -986,13 +1003,60 @@ def test_the_command_names_its_formats_and_prints_what_it_skipped_first(tmp_path
     assert f"first     unknown_category: {folder}/images/train/a.png" in printed
 
 
+def test_labels_that_a_yolo_reader_does_not_find_are_no_images_without_objects(tmp_path, refused):
+    folder = yolo_folder(tmp_path / "yolo")
+    (folder / "labels").rename(folder / "annotations")
+    place = f"train: names 1 images, but none has a label file (first: {folder}/labels/train/a.txt)"
+    assert place in refused("format=yolo", f"source={folder}", "keep_empty=true")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("<annotation>", '<annotation xmlns="http://host.xz/voc">'),
+        ("<annotation>", "<annotations><annotation>"),
+    ],
+    ids=["a namespace", "several annotations in a file"],
+)
+def test_a_voc_file_of_another_form_is_not_an_image_without_objects(tmp_path, run, change):
+    folder = tmp_path / "voc"
+    for name in ("a", "b"):
+        picture(folder / f"{name}.png")
+    box = "<bndbox><xmin>11</xmin><ymin>21</ymin><xmax>40</xmax><ymax>60</ymax></bndbox>"
+    text = f"<annotation><object><name>cat</name>{box}</object></annotation>"
+    write(folder / "a.xml", text)
+    end = "</annotations>" if "annotations" in change[1] else ""
+    write(folder / "b.xml", text.replace(*change) + end)
+    data, report = run("voc", source=folder, keep_empty="true")
+    assert found(data) == [[("bbox_2d", BOX, "cat")]]
+    assert report["images"]["skipped"] == {"malformed_labels": 1}
+
+
+def test_an_image_that_a_source_names_twice_is_one_row(tmp_path, run):
+    folder = yolo_folder(tmp_path / "yolo", train="[images/train, list.txt]")
+    write(folder / "list.txt", "images/train/a.png\n")
+    assert len(run("yolo", source=folder)[0]) == 1
+
+
+def test_two_rows_of_one_id_are_refused_with_both_images(tmp_path, refused):
+    words = refcoco(tmp_path / "refcoco", [refs_of("the left cat"), refs_of("another")])
+    error = refused("format=refcoco", *words)
+    assert re.search("sample_id: '1:1' is the id of two rows, .*png .* and .*png .*; give", error)
+
+
+def test_two_categories_of_one_name_are_refused_by_their_ids(tmp_path, refused):
+    folder = yolo_folder(tmp_path / "yolo", names="{0: cat, 1: dog, 2: cat}")
+    error = refused("format=yolo", f"source={folder}")
+    assert "categories: 0 and 2 are both called 'cat'; rename one: predictions are" in error
+
+
 def test_a_source_without_one_record_is_refused_with_the_first_image(tmp_path, refused):
     folder = yolo_folder(tmp_path / "yolo")
     (folder / "images" / "train" / "a.png").write_bytes(b"no picture")
     error = refused("format=yolo", f"source={folder}")
     first = f"{folder}/images/train/a.png (sample images/train/a.png)"
     assert re.search("images: .*no record; images skipped: unreadable 1; ", error)
-    assert f"(unreadable: first {first}); correct source=... or the file names" in error
+    assert f"(unreadable: first {first}); correct source=... or the files\n" in error
     folder = yolo_folder(tmp_path / "unknown")
     write(folder / "labels" / "train" / "a.txt", f"9 {YOLO_BOX}")
     first = f"{folder}/images/train/a.png (sample images/train/a.png)"
