@@ -16,9 +16,10 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 
 from learner.targets import AdvantageTarget, Target
-from shared.errors import RecordError
+from shared.errors import ConfigError, RecordError
 from shared.grounding.json_list import PictureResize
 from shared.prompts import Prompts, detection_messages, on_white, open_picture
 from shared.records import ImageRef, Sample
@@ -137,7 +138,8 @@ KEPT_TEXTS = 1024
 class PromptEncoder:
     """Encodes the prompts of samples with the checkpoint's own processor and chat template.
 
-    All methods that take a sample raise RecordError if the sample's texts contain a control token.
+    All methods that take a sample raise RecordError if its texts contain a control token, and
+    ConfigError if the chat template refuses the prompt or is not valid.
     """
 
     def __init__(self, processor: Any, prompts: Prompts) -> None:
@@ -229,9 +231,17 @@ class PromptEncoder:
 
     def _write(self, num_images: int, system_prompt: str | None, user_prompt: str) -> str:
         messages = detection_messages(num_images, system_prompt, user_prompt)
-        text = self._processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
+        try:
+            text = self._processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            folder = self._processor.tokenizer.name_or_path
+            raise ConfigError(
+                f"model.path: the chat template of {folder} cannot write the prompt: {error};"
+                " correct the template, or write the prompt that it asks for (data.system_prompt,"
+                " data.user_prompt)"
+            ) from error
         return str(text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -165,14 +165,20 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
     It is the first control token that the chat template writes after an answer, such as
     `<|im_end|>` or `<|eot_id|>`; without a chat template the tokenizer's `eos_token`.
+
+    Raises jinja2's TemplateSyntaxError if the chat template is not valid.
     """
     if tokenizer.chat_template is not None:
-        answer = {"role": "assistant", "content": _ANSWER}
-        messages = [{"role": "user", "content": "?"}, answer]
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-        except TemplateError:
-            text = ""  # a template that needs other messages
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        text = ""
+        # Some templates need a system message, others refuse it.
+        for messages in (turn, [{"role": "system", "content": "?"}, *turn]):
+            try:
+                text = text or tokenizer.apply_chat_template(messages, tokenize=False)
+            except TemplateSyntaxError:
+                raise
+            except TemplateError:
+                continue
         after = text.rpartition(_ANSWER)[2]
         found = [(after.find(token), token) for token in control_tokens(tokenizer).values()]
         if ends := [one for one in found if one[0] >= 0]:
@@ -222,6 +228,11 @@ def load_tokens(config: RunConfig) -> LoadedTokens:
         )
     except MissingTokensError as error:
         raise ConfigError(f"model.path: {path} does not suit the run: {error}") from error
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"model.path: the chat template of {path} has an error in line {error.lineno}:"
+            f" {error.message}; correct chat_template.jinja, or fetch it again"
+        ) from error
     except (ValueError, OSError) as error:
         raise cannot_load(path, error) from error
     if config.data.max_pixels is not None:

@@ -10,7 +10,7 @@ from transformers import AutoProcessor
 
 from learner.segments import PromptEncoder
 from shared.dataset import load_dataset
-from shared.errors import RecordError
+from shared.errors import ConfigError, RecordError
 from shared.prompts import DEFAULT_USER_PROMPT, Prompts
 from shared.records import Sample, load_record
 
@@ -96,3 +96,23 @@ def test_the_tokens_of_a_prompt_are_those_of_its_rows_text(demo_checkpoint: Path
     for row in rows:
         assert (row.prompt or DEFAULT_USER_PROMPT) in encoder.text(row)
     assert len({encoder.request_ids(row) for row in rows}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}",
+            "no system",
+        ),
+        ("{{ messages", "end of print statement"),
+    ],
+)
+def test_a_chat_template_that_cannot_write_the_prompt_is_named(
+    demo_checkpoint: Path, template: str, told: str
+) -> None:
+    processor = AutoProcessor.from_pretrained(demo_checkpoint)
+    processor.chat_template = template
+    with pytest.raises(ConfigError, match=rf"template of .*{told}.*data\.system_prompt"):
+        PromptEncoder(processor, Prompts()).text(sample())

@@ -205,13 +205,18 @@ def test_attention_with_dropout_is_refused_before_weights_are_loaded(tmp_path):
 LLAMA = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|eot|>{% endfor %}"
 GEMMA = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}<end_of_turn>\n{% endfor %}"
 MISTRAL = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-REFUSES = "{{ raise_exception('give a system message') }}"
+REFUSES = "{{ raise_exception('ask something else') }}"
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('give a system message') }}{% endif %}"
+)
+REFUSES_SYSTEM = NEEDS_SYSTEM.replace("!=", "==")
 
 
 @pytest.mark.parametrize(
     ("template", "end"),
     [
         *((LLAMA, "<|eot|>"), (GEMMA, "<end_of_turn>")),
+        *((NEEDS_SYSTEM + LLAMA, "<|eot|>"), (REFUSES_SYSTEM + LLAMA, "<|eot|>")),
         *((MISTRAL, "<|im_end|>"), (REFUSES, "<|im_end|>"), (None, "<|im_end|>")),
     ],
 )
@@ -220,6 +225,13 @@ def test_the_chat_template_says_which_token_ends_an_answer(template, end):
     tokenizer.add_tokens(["<|start|>", "<|eot|>", "<s>", "<end_of_turn>"], special_tokens=True)
     tokenizer.chat_template = template
     assert end_of_turn(tokenizer) == end
+
+
+def test_a_chat_template_that_is_not_valid_is_refused_with_its_line(tmp_path):
+    folder = make_text_model(tmp_path / "llama", "llama")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    with pytest.raises(ConfigError, match=r"chat template of .*line 2: .*fetch it again"):
+        load_tokens(trajectory_config(folder, tmp_path / "run"))
 
 
 def test_experts_are_read_back_from_a_saved_checkpoint(tmp_path):
