@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -310,25 +311,49 @@ GIVEN_UP: ContextVar[list[str] | None] = ContextVar("given_up", default=None)
 None: they are not collected."""
 
 
+class _Answers:
+    """Answers of threads to the callers of one event loop, and the callers' places.
+
+    Waking a loop costs several times as much as a call. So the loop wakes up once for all answers
+    that threads add until it takes them.
+    """
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self.places = places
+        self._added: deque[tuple[_Call, object, BaseException | None]] = deque()
+        self._is_woken = False
+
+    def add(self, call: _Call, value: object, error: BaseException | None) -> None:
+        """Add the answer to a call: its value, or its error. Threads call this method."""
+        self._added.append((call, value, error))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                call.answer.get_loop().call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_woken = False  # first, so that an answer that is added from now on wakes the loop
+        while self._added:
+            call, value, error = self._added.popleft()
+            if call.answer.done():
+                continue
+            if error is None:
+                call.answer.set_result(value)
+            else:
+                call.answer.set_exception(error)
+
+
 class _Call:
     """A call of a function that has a thread."""
 
-    def __init__(self, function: Callable[[], object], name: str) -> None:
+    def __init__(self, function: Callable[[], object], name: str, answers: _Answers) -> None:
         self.name = name
         self.is_given_up = False
-        self.loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[object] = self.loop.create_future()
+        self.answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self.answers = answers
         self.function = function
         # Threads do not inherit the context: scope, clock and time limits are the caller's.
         self.context = contextvars.copy_context()
-
-    def resolve(self, value: object, error: BaseException | None) -> None:
-        if self.answer.done():
-            return
-        if error is None:
-            self.answer.set_result(value)
-        else:
-            self.answer.set_exception(error)
 
 
 class Threads:
@@ -353,9 +378,7 @@ class Threads:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._num_threads = 0
         self._warned: set[str] = set()
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            WeakKeyDictionary()
-        )
+        self._answers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Answers] = WeakKeyDictionary()
 
     async def call(self, function: Callable[[], T], name: str) -> T:
         """Run a function in a thread, in the caller's context, and return its value.
@@ -367,15 +390,15 @@ class Threads:
             RuntimeError: too many functions were given up and still run, or no thread can start.
         """
         loop = asyncio.get_running_loop()
-        if (places := self._places.get(loop)) is None:
-            places = self._places[loop] = asyncio.Semaphore(self._most)
-        with _counted(waiting=1) if places.locked() else nullcontext():
-            await places.acquire()
+        if (answers := self._answers.get(loop)) is None:
+            answers = self._answers[loop] = _Answers(asyncio.Semaphore(self._most))
+        with _counted(waiting=1) if answers.places.locked() else nullcontext():
+            await answers.places.acquire()
         try:
             with _counted(running=1):
-                return cast("T", await self._answer(_Call(function, name)))
+                return cast("T", await self._answer(_Call(function, name, answers)))
         finally:
-            places.release()
+            answers.places.release()
 
     def running(self) -> list[str]:
         """Return the names of all functions that run in threads now."""
@@ -456,8 +479,7 @@ class Threads:
         except BaseException as raised:  # any error is raised in the caller
             error = raised
         self._running.discard(call)
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-            call.loop.call_soon_threadsafe(call.resolve, value, error)
+        call.answers.add(call, value, error)
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
@@ -551,23 +573,31 @@ async def in_thread(function: Callable[..., T], **arguments: object) -> T:
     """
     slot = _SLOT.get()
     name = name_of(function)
-    # The slot's clock counts the function, but not its wait for a thread.
-    with nullcontext() if slot is None else slot.paused():
+    if slot is not None:
+        slot.end()  # its clock counts the function, but not the wait for a thread
+    try:
         return await THREADS.call(partial(_in_slot, slot, function, name, arguments), name)
+    finally:
+        if slot is not None:
+            slot.begin()
 
 
 def _in_slot(
     slot: ScoringSlot | None, function: Callable[..., T], name: str, arguments: Mapping[str, object]
 ) -> T:
-    with nullcontext() if slot is None else slot.running():
-        try:
-            return function(**arguments)
-        except StopIteration as error:
-            raise RuntimeError(f"{name} raised StopIteration; give next() a default") from error
-        except (Exception, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # never from a signal: those arrive on the main thread
-            raise _as_failure(error, name) from error
+    if slot is not None:
+        slot.begin()
+    try:
+        return function(**arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"{name} raised StopIteration; give next() a default") from error
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # never from a signal: those arrive on the main thread
+        raise _as_failure(error, name) from error
+    finally:
+        if slot is not None:
+            slot.end()
 
 
 def unwrap_partial(function: Callable[..., object]) -> Callable[..., object]:

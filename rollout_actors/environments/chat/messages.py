@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout_actors.environments.types import Fields, GivenMessage, JsonObject, Message, Messages
@@ -20,13 +21,7 @@ _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
     """Return lists of messages, or texts, joined in order. The messages are not copied."""
-    texts: list[str] = []
-    joined: list[Message] = []
-    for part in parts:
-        if isinstance(part, str):
-            texts.append(part)
-        else:
-            joined += part
+    texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "".join(texts)
     if texts:
@@ -34,7 +29,7 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
             f"text cannot be joined with messages: {texts[0][:60]!r}; an environment has one"
             " message_type"
         )
-    return joined
+    return list(chain.from_iterable(parts))  # type: ignore[arg-type]
 
 
 def checked_messages(value: object, method: str, environment: Environment) -> Messages:
@@ -113,8 +108,7 @@ def cleanup_messages(messages: Messages) -> Messages:
     cleaned = []
     for message in messages:
         # Endpoints require the key `content` in every message, even if it is null.
-        fields = {"content": None, **as_mapping(message)}
-        fields = {"content": fields["content"], **_without_none_fields(fields)}
+        fields = {"content": None, **_without_none_fields(message)}
         if "tool_calls" in fields:
             fields["tool_calls"] = [
                 json.loads(call) if isinstance(call, str) else _without_none_fields(call)
