@@ -8,7 +8,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_actors.environments.types import Fields, GivenMessage, JsonObject, Message, Messages
+from rollout_actors.environments.types import Fields, GivenMessage, JsonObject, Messages
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
