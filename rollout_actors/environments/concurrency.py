@@ -496,9 +496,8 @@ class Threads:
             # no names for line and call, which would keep them until the next
             self._run_all(*self._handed_over.get())
 
-    def _run_all(self, line: _Line, first: _Call) -> None:
+    def _run_all(self, line: _Line, call: _Call | None) -> None:
         """Run a call, and then the calls that wait in its line."""
-        call: _Call | None = first
         while call is not None:
             call = self._run(line, call)
 

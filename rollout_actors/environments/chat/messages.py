@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_actors.environments.types import Fields, GivenMessage, JsonObject, Messages
+from rollout_actors.environments.types import Fields, GivenMessage, JsonObject, Message, Messages
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment
@@ -21,7 +20,13 @@ _ATOMS = frozenset({str, int, float, bool, type(None)})
 
 def concat_messages(parts: Sequence[Messages]) -> Messages:
     """Return lists of messages, or texts, joined in order. The messages are not copied."""
-    texts = [part for part in parts if isinstance(part, str)]
+    texts: list[str] = []
+    joined: list[Message] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        else:
+            joined += part
     if len(texts) == len(parts):
         return "".join(texts)
     if texts:
@@ -29,7 +34,7 @@ def concat_messages(parts: Sequence[Messages]) -> Messages:
             f"text cannot be joined with messages: {texts[0][:60]!r}; an environment has one"
             " message_type"
         )
-    return list(chain.from_iterable(parts))  # type: ignore[arg-type]
+    return joined
 
 
 def checked_messages(value: object, method: str, environment: Environment) -> Messages:
