@@ -218,11 +218,15 @@ def test_a_function_that_has_waited_for_a_thread_is_ended_by_its_limit_when_it_h
     async def work() -> None:
         threads, first = Threads(1), Hanging()
         holder = await begun(threads, first, "first")
-        with pytest.raises(TimeoutError, match="limit_s = 0.05 s"):
+
+        async def limited() -> None:
             async with within(0.05, "not done after limit_s", "wait longer"):
                 call = await queued(threads, hangs)
                 first.release.set()
                 await call
+
+        with pytest.raises(TimeoutError, match=r"limit_s = 0\.05 s"):
+            await limited()
         assert await holder == "late"
 
     ran(work)
