@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
@@ -250,23 +251,6 @@ LIMITS: ContextVar[tuple[PausableTimeout, ...]] = ContextVar("limits", default=(
 """Time limits of the current task and of the tasks that started it, the outermost first."""
 
 
-def _counted(*, waiting: int = 0, running: int = 0) -> AbstractContextManager[None]:
-    """Count a function that waits for a thread or runs in one, in all time limits of the task."""
-    limits = LIMITS.get()
-    return _counted_in(limits, waiting, running) if limits else nullcontext()
-
-
-@contextmanager
-def _counted_in(limits: Sequence[PausableTimeout], waiting: int, running: int) -> Iterator[None]:
-    for limit in limits:
-        limit.count(waiting=waiting, running=running)
-    try:
-        yield
-    finally:
-        for limit in limits:
-            limit.count(waiting=-waiting, running=-running)
-
-
 def within(limit_s: float | None, late: str, remedy: str) -> AbstractAsyncContextManager[None]:
     """Limit the time of the `async with` block: at the limit, cancel it and raise TimeoutError.
 
@@ -311,16 +295,29 @@ None: they are not collected."""
 
 
 class _Call:
-    """A call of a function that has a thread."""
+    """A call of a plain function for a caller in an event loop."""
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
         self.name = name
         self.is_given_up = False
-        self.loop = asyncio.get_running_loop()
-        self.answer: asyncio.Future[object] = self.loop.create_future()
+        self.answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.function = function
         # Threads do not inherit the context: scope, clock and time limits are the caller's.
         self.context = contextvars.copy_context()
+        self.limits = LIMITS.get()
+        self._waiting = 0
+        self._running = 0
+
+    def count(self, *, waiting: int = 0, running: int = 0) -> None:
+        """Tell the caller's time limits whether the function waits for a thread or runs in one."""
+        for limit in self.limits:
+            limit.count(waiting=waiting - self._waiting, running=running - self._running)
+        self._waiting = waiting
+        self._running = running
+
+    def begin(self) -> None:
+        if not self.answer.done():
+            self.count(running=1)
 
     def resolve(self, value: object, error: BaseException | None) -> None:
         if self.answer.done():
@@ -329,6 +326,30 @@ class _Call:
             self.answer.set_result(value)
         else:
             self.answer.set_exception(error)
+
+
+class _Line:
+    """The calls of one event loop that wait for a thread, and what the threads tell the loop."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Call] = deque()
+        self.num_threads = 0
+        """Threads that run calls of this line one after the other, without given-up functions."""
+        self._told: deque[Callable[[], None]] = deque()
+        self._is_woken = False
+
+    def tell(self, loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+        """Call `what` in the loop. Waking it costs much, so it wakes once for several of them."""
+        self._told.append(what)
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_woken = False  # first, so that whatever is told from now on wakes the loop again
+        while self._told:
+            self._told.popleft()()
 
 
 class Threads:
@@ -348,34 +369,38 @@ class Threads:
         """
         self._most = most
         self._most_given_up = most_given_up
-        # No lock: single operations of sets are atomic, and a signal handler may call `running`.
+        # Reading it takes no lock, because a signal handler may call `running`.
         self._running: set[_Call] = set()
-        self._calls: SimpleQueue[_Call] = SimpleQueue()
-        self._num_threads = 0
         self._warned: set[str] = set()
-        self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            WeakKeyDictionary()
-        )
+        self.forget()
 
     async def call(self, function: Callable[[], T], name: str) -> T:
         """Run a function in a thread, in the caller's context, and return its value.
 
         If the caller is cancelled meanwhile, the function is given up: it runs until it returns,
-        and no caller waits for it.
+        and no caller waits for it. If it still waits for a thread, it does not run.
 
         Raises:
             RuntimeError: too many functions were given up and still run, or no thread can start.
         """
         loop = asyncio.get_running_loop()
-        if (places := self._places.get(loop)) is None:
-            places = self._places[loop] = asyncio.Semaphore(self._most)
-        with _counted(waiting=1) if places.locked() else nullcontext():
-            await places.acquire()
+        call = _Call(function, name)
+        with self._lock:
+            if (line := self._lines.get(loop)) is None:
+                line = self._lines[loop] = _Line()
+            has_place = line.num_threads < self._most
+            if has_place:
+                self._hand_over(line, call)
+            else:
+                line.waiting.append(call)
+        call.count(waiting=not has_place, running=has_place)
         try:
-            with _counted(running=1):
-                return cast("T", await self._answer(_Call(function, name)))
+            return cast("T", await call.answer)
+        except asyncio.CancelledError:
+            self._leave(line, call)
+            raise
         finally:
-            places.release()
+            call.count()
 
     def running(self) -> list[str]:
         """Return the names of all functions that run in threads now."""
@@ -394,41 +419,63 @@ class Threads:
     def forget(self) -> None:
         """Forget all running functions: a forked process does not have its parent's threads."""
         self._running.clear()
-        self._calls = SimpleQueue()  # the parent's may have been locked at the fork
+        # New ones, because the parent's may have been locked at the fork.
+        self._lock = threading.Lock()
+        self._handed_over: SimpleQueue[tuple[_Line, _Call]] = SimpleQueue()
+        self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
         self._num_threads = 0
+        self._num_busy = 0
 
-    async def _answer(self, call: _Call) -> object:
-        # Iterates over a copy, because threads remove themselves from the set.
-        hanging = [one.name for one in list(self._running) if one.is_given_up]
+    def _hand_over(self, line: _Line, call: _Call) -> None:
+        """Give a call to a thread that has none. The caller of this method holds the lock.
+
+        Raises RuntimeError if there is no thread.
+        """
+        hanging = [one.name for one in self._running if one.is_given_up]
         if len(hanging) > self._most_given_up:
             raise RuntimeError(
                 f"no thread is left for {call.name}: {len(hanging)} plain functions that were given"
                 f" up still run ({', '.join(sorted(set(hanging)))}); set a time limit for what they"
                 " wait for, or write them as `async def`"
             )
-        self._running.add(call)
-        if len(self._running) > self._num_threads:  # given-up functions keep their threads
+        if self._num_busy == self._num_threads:
             thread = threading.Thread(target=self._serve, name="plain-function", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
-                self._running.discard(call)
                 raise RuntimeError(
                     f"no thread is left for {call.name}: the system cannot start more threads;"
                     " raise its process limit (`ulimit -u`, pids), or write plain functions as"
                     " `async def`"
                 ) from error
             self._num_threads += 1
-        self._calls.put(call)
-        try:
-            return await call.answer
-        except asyncio.CancelledError:
-            if call in self._running:
-                self._give_up(call)
-            raise
+        self._num_busy += 1
+        line.num_threads += 1
+        self._running.add(call)
+        self._handed_over.put((line, call))
 
-    def _give_up(self, call: _Call) -> None:
-        call.is_given_up = True
+    def _leave(self, line: _Line, call: _Call) -> None:
+        """Take a call out of its line, or give its function up and replace the thread."""
+        with self._lock:
+            if call in line.waiting:
+                line.waiting.remove(call)
+            if call not in self._running:
+                return
+            call.is_given_up = True
+            line.num_threads -= 1
+            while line.waiting:
+                try:
+                    self._hand_over(line, line.waiting[0])
+                except RuntimeError as error:
+                    if line.num_threads:
+                        break  # the line's other threads will run them
+                    line.waiting.popleft().resolve(None, error)
+                else:
+                    line.waiting.popleft()
+                    break
+        self._note_given_up(call)
+
+    def _note_given_up(self, call: _Call) -> None:
         names = GIVEN_UP.get()
         if names is not None:
             names.append(call.name)
@@ -446,18 +493,37 @@ class Threads:
 
     def _serve(self) -> None:
         while True:
-            self._run(self._calls.get())  # no name for the call, which would keep it until the next
+            # no names for line and call, which would keep them until the next
+            self._run_all(*self._handed_over.get())
 
-    def _run(self, call: _Call) -> None:
+    def _run_all(self, line: _Line, call: _Call | None) -> None:
+        """Run a call, and then the calls that wait in its line."""
+        while call is not None:
+            call = self._run(line, call)
+
+    def _run(self, line: _Line, call: _Call) -> _Call | None:
+        """Run a call, and return the call that its thread runs next."""
+        loop = call.answer.get_loop()
+        if call.limits:
+            line.tell(loop, call.begin)
         value: object = None
         error: BaseException | None = None
         try:
             value = call.context.run(call.function)
         except BaseException as raised:  # any error is raised in the caller
             error = raised
-        self._running.discard(call)
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-            call.loop.call_soon_threadsafe(call.resolve, value, error)
+        following = None
+        # Before the answer, so that the caller's next call finds this thread free.
+        with self._lock:
+            self._running.discard(call)
+            if line.waiting and not call.is_given_up:
+                following = line.waiting.popleft()
+                self._running.add(following)
+            else:
+                self._num_busy -= 1
+                line.num_threads -= not call.is_given_up
+        line.tell(loop, partial(call.resolve, value, error))
+        return following
 
 
 THREADS = Threads(min(32, (os.cpu_count() or 1) + 4))
@@ -551,23 +617,31 @@ async def in_thread(function: Callable[..., T], **arguments: object) -> T:
     """
     slot = _SLOT.get()
     name = name_of(function)
-    # The slot's clock counts the function, but not its wait for a thread.
-    with nullcontext() if slot is None else slot.paused():
+    if slot is not None:
+        slot.end()  # its clock counts the function, but not the wait for a thread
+    try:
         return await THREADS.call(partial(_in_slot, slot, function, name, arguments), name)
+    finally:
+        if slot is not None:
+            slot.begin()
 
 
 def _in_slot(
     slot: ScoringSlot | None, function: Callable[..., T], name: str, arguments: Mapping[str, object]
 ) -> T:
-    with nullcontext() if slot is None else slot.running():
-        try:
-            return function(**arguments)
-        except StopIteration as error:
-            raise RuntimeError(f"{name} raised StopIteration; give next() a default") from error
-        except (Exception, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # never from a signal: those arrive on the main thread
-            raise _as_failure(error, name) from error
+    if slot is not None:
+        slot.begin()
+    try:
+        return function(**arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"{name} raised StopIteration; give next() a default") from error
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # never from a signal: those arrive on the main thread
+        raise _as_failure(error, name) from error
+    finally:
+        if slot is not None:
+            slot.end()
 
 
 def unwrap_partial(function: Callable[..., object]) -> Callable[..., object]:

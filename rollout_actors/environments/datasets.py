@@ -130,15 +130,15 @@ class PromptFormat:
 
 def _without_gaps(value: object) -> object:
     """Replace NaN in a field of a row by None. Tables mark missing values with NaN."""
-    if isinstance(value, Real) and value != value:
-        return None
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (dict, Mapping)):  # a dict is recognised at once
         held = {key: _without_gaps(one) for key, one in value.items()}
         return held if any(held[key] is not value[key] for key in held) else value
     if isinstance(value, list):
         items = [_without_gaps(one) for one in value]
         return items if any(map(is_not, items, value)) else value
-    return value
+    return None if isinstance(value, Real) and value != value else value
 
 
 class Examples(Sequence[RolloutInput]):

@@ -129,7 +129,7 @@ class State(dict[str, Any]):
         return held[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        if key in self.INPUT_FIELDS and (held := self._input_with(key)) is not None:
+        if key in _INPUT_FIELDS and (held := self._input_with(key)) is not None:
             return held[key]
         return dict.get(self, key, default)
 
@@ -213,10 +213,13 @@ class State(dict[str, Any]):
 
     def _input_with(self, key: object) -> JsonObject | None:
         """Return the input if it has this field; None if it does not, or if there is no input."""
-        if key not in self.INPUT_FIELDS or not dict.__contains__(self, "input"):
+        if key not in _INPUT_FIELDS or not dict.__contains__(self, "input"):
             return None
         held: JsonObject = dict.__getitem__(self, "input")
         return held if key in held else None
+
+
+_INPUT_FIELDS = frozenset(State.INPUT_FIELDS)  # for every lookup by `get`; the list has an order
 
 
 def _state(kind: type[State], items: Fields) -> State:

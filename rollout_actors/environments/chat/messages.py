@@ -113,8 +113,7 @@ def cleanup_messages(messages: Messages) -> Messages:
     cleaned = []
     for message in messages:
         # Endpoints require the key `content` in every message, even if it is null.
-        fields = {"content": None, **as_mapping(message)}
-        fields = {"content": fields["content"], **_without_none_fields(fields)}
+        fields = {"content": None, **_without_none_fields(message)}
         if "tool_calls" in fields:
             fields["tool_calls"] = [
                 json.loads(call) if isinstance(call, str) else _without_none_fields(call)

@@ -132,4 +132,5 @@ def _fields(model: BaseModel) -> JsonObject:
 
     pydantic's `__getattr__` finds the same fields, but is slow if a field is missing.
     """
-    return {**vars(model), **(model.__pydantic_extra__ or {})}
+    extra = model.__pydantic_extra__
+    return {**vars(model), **extra} if extra else vars(model)

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -128,6 +129,50 @@ def test_as_many_functions_run_at_a_time_as_there_are_threads_and_no_more():
     assert most == [3]
 
 
+def test_waiting_calls_run_while_the_loop_is_busy_and_wake_it_at_most_twice_for_all_answers(
+    monkeypatch,
+):
+    last = threading.Event()
+
+    async def work() -> tuple[list[Any], int]:
+        loop = asyncio.get_running_loop()
+        woken = mock.Mock(wraps=loop.call_soon_threadsafe)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", woken)
+        threads = Threads(1)
+        calls = asyncio.gather(*(threads.call(one, "f") for one in [*[there] * 20, last.set]))
+        await asyncio.sleep(0)
+        assert last.wait(60), "the loop is blocked meanwhile"
+        return await calls, woken.call_count
+
+    answers, num_woken = ran(work)
+    assert answers == ["there"] * 20 + [None]
+    assert num_woken <= 2
+
+
+def test_a_call_that_is_cancelled_while_it_waits_for_a_thread_never_runs(hangs):
+    called = list[int]()
+
+    async def work() -> None:
+        threads = Threads(1)
+        hung = await begun(threads, hangs, "hangs")
+        await cancel(await queued(threads, lambda: called.append(1)))
+        after = await queued(threads, lambda: called.append(2))
+        hangs.release.set()
+        await asyncio.gather(hung, after)
+
+    ran(work)
+    assert called == [2]
+
+
+def test_a_function_that_runs_a_loop_of_its_own_gets_threads_for_the_calls_in_it():
+    threads = Threads(1)
+
+    def outer() -> Any:
+        return ran(lambda: threads.call(there, "inner"))
+
+    assert ran(lambda: threads.call(outer, "outer")) == "there"
+
+
 def test_calls_share_threads_and_a_forked_process_starts_its_own():
     threads = Threads(2)
     idents = [ran(lambda: threads.call(threading.get_ident, "ident")) for _ in range(5)]
@@ -165,6 +210,24 @@ def test_the_wait_for_a_thread_is_in_no_limit_of_time(hangs):
         assert healthy == "there"
         assert isinstance(late, TimeoutError)
         assert re.fullmatch("hangs .* limit_s = 1 s; wait longer", str(late))
+
+    ran(work)
+
+
+def test_a_function_that_has_waited_for_a_thread_is_ended_by_its_limit_when_it_hangs_there(hangs):
+    async def work() -> None:
+        threads, first = Threads(1), Hanging()
+        holder = await begun(threads, first, "first")
+
+        async def limited() -> None:
+            async with within(0.05, "not done after limit_s", "wait longer"):
+                call = await queued(threads, hangs)
+                first.release.set()
+                await call
+
+        with pytest.raises(TimeoutError, match=r"limit_s = 0\.05 s"):
+            await limited()
+        assert await holder == "late"
 
     ran(work)
 
