@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,19 +20,15 @@ from typing import TypeVar
 import hydra
 from omegaconf import DictConfig
 
+from launch.checks.contents import check_contents, require_objectives
 from launch.checks.data import (
-    DataFacts,
     ImageNeeds,
-    check_data,
-    load_data,
     of_length,
     with_num_steps,
 )
 from launch.checks.host import (
     compiler_problems,
-    hidden,
     path_problems,
-    uncollected,
     version_problems,
     vllm_import,
 )
@@ -51,7 +46,7 @@ from launch.checks.memory import (
 )
 from launch.checks.model_shape import ModelShape, RunSizes, is_linear
 from launch.checks.proposals import less_recomputation, proposals
-from launch.checks.weights import weight_warnings
+from launch.checks.report import PreflightReport
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -77,45 +72,13 @@ from shared.config import RunConfig
 from shared.config.derive import actor_name, environment_name, rank_name, remarks
 from shared.config.job import ClusterSection
 from shared.config.model import ModelSection
-from shared.config.pipeline import Channel, PipelineSection
 from shared.config.rollout import RolloutMatchingSection
 from shared.config.training import LearnerSection, TrainingSection
-from shared.dataset import Dataset
-from shared.errors import ConfigError, RecordError
+from shared.errors import ConfigError
 from shared.model_families import ModelPart
 from shared.weight_sync.transports import Device
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class PreflightReport:
-    """The findings of a preflight check: lines to print, and problems that would stop the run."""
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    facts: DataFacts | None = None
-    """Facts about the run's data; None if the data are invalid or the checkpoint is incomplete."""
-
-    def attempt(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`; None if it raises ConfigError or RecordError.
-
-        Such an error is recorded as problems.
-        """
-        try:
-            return make()
-        except ConfigError as error:
-            self.problems += error.problems
-        except RecordError as error:
-            self.problems.append(str(error))
-        return None
-
-    def collect(self, problems: Iterable[str]) -> None:
-        """Record the problems that a check yields.
-
-        If the check raises ConfigError or RecordError, only this error is recorded.
-        """
-        self.problems += self.attempt(lambda: list(problems)) or ()
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -191,18 +154,9 @@ def preflight(
     folder = Path(config.model.path)
     if missing := checkpoint_problems(folder):
         report.problems += missing
+        report.attempt(lambda: require_objectives(rollouts.pipeline))
     else:
-        # transformers imports them, and with them pandas, for a kind of generation and for losses
-        # of object detection that we do not use. It remembers that it has not found them, so scipy
-        # is hidden only if neither the learner nor an environment uses this process.
-        hides_scipy = config.environment is None and config.cluster.kind != "local"
-        with uncollected(), hidden("sklearn"), hidden("scipy") if hides_scipy else nullcontext():
-            import transformers.generation.candidate_generator  # noqa: F401
-
-            import learner.model.loading  # noqa: F401
-        report.facts = _check_data(config, report)
-        shape = report.attempt(lambda: _shape(folder, rollouts, report.lines))
-    report.attempt(lambda: _require_objectives(rollouts.pipeline))
+        shape = check_contents(config, report)
     if shape is not None:
         report.collect(_adapter_problems(config.model, config.adapted_parts, shape))
         report.collect(position_problems(config.model, rollouts, config.global_max_length))
@@ -245,93 +199,16 @@ def preflight(
     return report
 
 
-def _shape(folder: Path, rollouts: RolloutMatchingSection, lines: list[str]) -> ModelShape:
-    """Read the sizes of a checkpoint, and append warnings about its weight files to `lines`.
-
-    Raises ConfigError if the files do not hold all weights of the model.
-    """
-    warnings = weight_warnings(folder, for_engines=rollouts.starts_engines)
-    lines += (f"warning   {warning}" for warning in warnings)
-    return ModelShape.read(folder)
-
-
-def _check_data(config: RunConfig, report: PreflightReport) -> DataFacts | None:
-    from learner.model.loading import load_tokens  # takes seconds
-
-    if config.algorithm.uses_environment:
-        facts = report.attempt(lambda: check_data(config))
-        report.lines += () if facts is None else facts.describe()
-        report.attempt(lambda: load_tokens(config))
-        return facts
-    datasets = report.attempt(lambda: load_data(config))
-    if datasets is None:
-        return None
-    learnable = report.attempt(lambda: _learnable(config, *datasets, report.lines))
-    augment = config.data.augment
-    facts = DataFacts.from_datasets(augment, *(datasets if learnable is None else learnable))
-    report.lines += facts.describe()
-    return facts
-
-
-def _learnable(
-    config: RunConfig, train: Sequence[Dataset], val: Sequence[Dataset], lines: list[str]
-) -> tuple[list[Dataset], list[Dataset]]:
-    """Return the training and validation samples that the learner would use.
-
-    Samples that cannot be encoded are left out if `data.on_bad_row` is `skip`. Appends to `lines`
-    the number of objects that are very small in the image that the model sees, and warnings about
-    ground truth that is longer than `rollout_matching.max_new_tokens`.
-
-    Raises the errors of `learner.data.fitting.require_lengths`.
-    """
-    from learner.data.fitting import (
-        describe_cut_answers,
-        describe_small_objects,
-        require_train_lengths,
-    )
-    from learner.held_out import HeldOut
-    from learner.model.loading import load_tokens
-    from learner.segments import PromptEncoder
-
-    tokens = load_tokens(config)
-    encoder = PromptEncoder(tokens.processor, config.prompts)
-    fitting = [require_train_lengths(config, one, encoder, tokens.codec) for one in train]
-    held_out = HeldOut(config, val, tokens).fittings if val else []
-    for key, fittings in (("data.train", fitting), ("data.val", held_out)):
-        if fittings:
-            small = describe_small_objects(key, fittings, encoder.picture_resize)
-            lines.append(f"objects   {small}")
-    for one in [*(fitting if config.num_b_steps else []), *held_out]:
-        warning = describe_cut_answers(
-            one,
-            tokens.codec,
-            max_new_tokens=config.rollout_matching.max_new_tokens,
-            answer_format=config.answer_format.for_pictures(encoder.picture_resize),
-            checkpoint=Path(config.model.path),
-        )
-        if warning is not None:
-            lines.append(f"warning   {warning}")
-    return [one.samples for one in fitting], [one.samples for one in held_out]
-
-
 def _require_offload(
     rollouts: RolloutMatchingSection, learner: LearnerSection, placement: Placement
 ) -> None:
+    if not rollouts.offload.enabled:
+        return
     import torch
 
-    from learner.model.optimizer.offload import require_offload
+    from learner.model.optimizer.offload import require_offload  # takes seconds
 
     require_offload(rollouts, learner, torch.device(placement.device))
-
-
-def _require_objectives(pipeline: PipelineSection) -> None:
-    import torch
-
-    from learner.objectives.registry import build_objectives
-
-    no_tokens = torch.empty(0, dtype=torch.int64)
-    for channel in Channel:
-        build_objectives(pipeline, channel, no_tokens)
 
 
 def _optimizer_problems(training: TrainingSection) -> Iterator[str]:
