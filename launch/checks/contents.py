@@ -7,23 +7,25 @@ user's cache, and a start with the same files and the same configuration imports
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter
 
 from launch.checks.data import DataFacts, check_data, load_data
 from launch.checks.host import hidden, installation_state, uncollected
 from launch.checks.model_shape import ModelShape
-from launch.checks.report import PreflightReport
 from launch.checks.weights import weight_warnings
 from learner.data import kept
 from shared.config import RunConfig
 from shared.config.pipeline import Channel, ImportedEntry, PipelineSection
 from shared.dataset import Dataset
+from shared.errors import ConfigError, RecordError
 
+T = TypeVar("T")
 CODE = [Path(__file__).parents[2] / name for name in ("launch", "learner", "shared")]
 """Folders of this package whose modules decide the result of the checks."""
 NOT_READ = {"telemetry", "checkpoint", "resume", "cluster", "timeouts"}
@@ -32,6 +34,36 @@ _KEPT: TypeAdapter[tuple[list[str], DataFacts | None]] = TypeAdapter(
     tuple[list[str], DataFacts | None]
 )
 """Lines of a report, and facts about data files, as the cache has them."""
+
+
+@dataclass(slots=True)
+class PreflightReport:
+    """The findings of a preflight check: lines to print, and problems that would stop the run."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    facts: DataFacts | None = None
+    """Facts about the run's data; None if the data are invalid or the checkpoint is incomplete."""
+
+    def attempt(self, make: Callable[[], T]) -> T | None:
+        """Return the result of `make`; None if it raises ConfigError or RecordError.
+
+        Such an error is recorded as problems.
+        """
+        try:
+            return make()
+        except ConfigError as error:
+            self.problems += error.problems
+        except RecordError as error:
+            self.problems.append(str(error))
+        return None
+
+    def collect(self, problems: Iterable[str]) -> None:
+        """Record the problems that a check yields.
+
+        If the check raises ConfigError or RecordError, only this error is recorded.
+        """
+        self.problems += self.attempt(lambda: list(problems)) or ()
 
 
 def check_contents(config: RunConfig, report: PreflightReport) -> ModelShape | None:

@@ -27,13 +27,13 @@ from launch.checks.host import path_problems
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import DeviceMemory, engine_estimate, shared_device_estimate
 from launch.checks.model_shape import ModelShape, RunSizes
+from launch.checks.preflight import preflight
 from launch.checks.servers import (
     ask_servers,
     port_problems,
     teacher_problems,
 )
 from launch.loggers import sink
-from launch.preflight import preflight
 from launch.processes.placement import Resources
 from learner.data.samples import load_samples
 from rollout_actors.server.app import make_app
@@ -79,7 +79,7 @@ def printed_after_preflight(config, folder, code):
     saved.write_text(config.model_dump_json())
     before = (
         "import json, sys\n"
-        "from launch.preflight import preflight\n"
+        "from launch.checks.preflight import preflight\n"
         "from shared.config import load_config\n"
         "report = preflight(load_config(json.load(open(sys.argv[1]))))\n"
         "assert report.facts is not None, report.problems\n"
