@@ -41,7 +41,6 @@ from learner.rollout_logs import samples, trajectories
 from learner.rollout_logs.samples import RolloutRecord
 from learner.rollout_logs.trajectories import TrajectoryRecord, logged_rollout
 from learner.rollout_logs.writer import step_path
-from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
 from shared.metrics import StepReport, merge_reports
@@ -56,6 +55,7 @@ from shared.weight_sync.transports import Device, TransportKind
 if TYPE_CHECKING:
     from learner.algorithms.rollout_matching import RolloutMatching
     from learner.learner import Learner
+    from shared.config import RunConfig
 
 NOISE_FACTOR = 10.0
 """How many times its noise a metric may differ from the run, if two repetitions differ at all.
