@@ -77,6 +77,7 @@ def printed_after_preflight(config, folder, code):
     """Return the words of the last line that a new process prints: it runs preflight, then code."""
     saved = folder / "config.json"
     saved.write_text(config.model_dump_json())
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     before = (
         "import json, sys\n"
         "from launch.checks.preflight import preflight\n"
@@ -85,7 +86,8 @@ def printed_after_preflight(config, folder, code):
         "assert report.facts is not None, report.problems\n"
     )
     command = [sys.executable, "-c", before + code, str(saved)]
-    return subprocess.check_output(command, text=True, cwd=ROOT).splitlines()[-1].split()
+    printed = subprocess.check_output(command, text=True, cwd=ROOT, env=environment)
+    return printed.splitlines()[-1].split()
 
 
 @pytest.mark.slow
@@ -94,6 +96,39 @@ def test_packages_that_a_run_does_not_need_are_not_imported_to_check_it(config, 
     loaded = set(printed_after_preflight(config(), tmp_path, code))
     assert "transformers" in loaded
     assert not loaded & {"openai", "pandas", "ray", "scipy", "sklearn", "vllm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_environment", [False, True])
+def test_a_sound_check_is_kept_for_the_same_configuration_and_files_alone(
+    config, demo_checkpoint, demo_lm, demo_data, tmp_path, of_environment
+):
+    folder = shutil.copytree(demo_lm if of_environment else demo_checkpoint, tmp_path / "model")
+    changed = {"training__seed": 18}
+
+    def make(**changes):
+        if of_environment:
+            return trajectory_config(folder, tmp_path / "run", **changes)
+        return configuration(folder, demo_data, tmp_path / "run", **SOUND | changes)
+
+    def checked(run):
+        """Whether transformers was imported, and what the check found."""
+        code = (
+            "print('transformers' in sys.modules, *map(repr, (report.facts, *report.lines)),"
+            " sep='|')"
+        )
+        imported, _, found = " ".join(printed_after_preflight(run, tmp_path, code)).partition("|")
+        return imported == "True", found
+
+    is_new, found = checked(make())
+    assert is_new
+    assert checked(make()) == (False, found)
+    assert checked(make(telemetry__name="another", timeouts__start_s=299.0)) == (False, found)
+    assert checked(make(**changed))[0]
+    assert not checked(make(**changed))[0]
+    tokenizer = folder / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    assert checked(make(**changed)) == (True, found)
 
 
 @pytest.mark.slow
