@@ -80,7 +80,8 @@ def check_contents(config: RunConfig, report: PreflightReport) -> ModelShape | N
     else:
         datasets = report.attempt(lambda: load_data(config))
     key = None if datasets is None else _key(config, *datasets)
-    file = kept.kept_file(folder, "contents")
+    # One file for each name, because several experiments use the same model.
+    file = kept.kept_file(folder / config.telemetry.name, "contents")
     if key is not None and (found := kept.read(file, key)) is not None:
         lines, facts = _KEPT.validate_python(found.rest)
         report.lines += lines
