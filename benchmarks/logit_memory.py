@@ -38,8 +38,9 @@ from learner.objectives.base import (
 from learner.objectives.coord_math import Normalizer, coord_mass, gate_of_leak
 from learner.objectives.reference_kl import ReferenceKL
 from learner.objectives.registry import build_objectives
-from learner.step import LOGIT_CHUNK, LogitsPass
+from learner.step import LogitsPass
 from shared.config.pipeline import Channel, PipelineSection, ReferenceKLConfig
+from shared.config.training import LOGIT_CHUNK
 from shared.tokens.vocabulary import NUM_BINS
 
 BANNED = (1, 2, 3, 4)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import psutil
 import yaml
@@ -23,10 +23,6 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from launch.run_folder.console import EscapedRecord, outlive_console
-from shared.config import RunConfig, load_config
-from shared.config.base import Section
-from shared.config.explain import as_yaml, explain
-from shared.config.model import SourceSection
 from shared.config.secrets import redacted
 from shared.errors import (
     ConfigError,
@@ -36,6 +32,11 @@ from shared.errors import (
     StorageError,
     WeightSyncError,
 )
+
+if TYPE_CHECKING:
+    from shared.config import RunConfig
+    from shared.config.base import Section
+    from shared.config.model import SourceSection
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 """Folder of Hydra's configuration files, next to the packages (in the repository or installed)."""
@@ -67,7 +68,7 @@ TWICE_S = 1.0
 EXPLAINED = (ConfigError, RecordError, StorageError, OSError, *PROCESS_ERRORS)
 """Expected errors. `explained` prints only their message; a traceback would hide the message."""
 
-Options = TypeVar("Options", bound=Section)
+Options = TypeVar("Options", bound="Section")
 
 
 @contextmanager
@@ -234,6 +235,8 @@ def read_arguments(schema: type[Options], arguments: Sequence[str] | None) -> Op
     try:
         options = schema.model_validate(values)
     except ValidationError as error:
+        from shared.config.explain import explain  # after `--help`: imports the whole schema
+
         problems += (str(explain(schema, one)) for one in error.errors(include_url=False))
         raise ConfigError(problems) from None
     if problems:
@@ -243,6 +246,8 @@ def read_arguments(schema: type[Options], arguments: Sequence[str] | None) -> Op
 
 def _print_help(schema: type[Section]) -> None:
     """Print each key with its default and meaning; required keys come first, default `...`."""
+    from shared.config.explain import as_yaml
+
     keys = {}
     fields = sorted(schema.model_fields.items(), key=lambda item: not item[1].is_required())
     for key, field in fields:
@@ -301,6 +306,8 @@ def config_of_command(composed: DictConfig) -> RunConfig:
     # Imported here, because commands without Hydra import this module.
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from shared.config import load_config
 
     # Not resolved: an override may be a bad interpolation, which `as_mapping` reports.
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)

@@ -6,7 +6,8 @@
                        all errors     all errors   Ray, engines,    every step
                        of the keys    of the host  learner ranks
 
-Heavy modules are imported only after the configuration is valid. Processes start after preflight.
+Modules are imported when they are needed: after Hydra has handled `--help`, heavy ones after the
+configuration is valid. Processes start after preflight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from launch.checks.hub import fetched_model
 from launch.cli import (
     CONF,
     as_schema_overrides,
@@ -31,22 +31,20 @@ from launch.cli import (
     explained,
     with_absolute_paths,
 )
-from launch.processes.batch_algebra import batch_algebra
-from launch.processes.sweep import add_trial, is_sweep, run_trials
 from launch.run_folder.console import StartUp, make_console
-from launch.tools.demo.once import make_missing_demo_files
-from shared.config import RunConfig
-from shared.config.derive import remarks
 from shared.errors import CollectiveError, ConfigError, LostLearnerError, LostStartError
 
 if TYPE_CHECKING:
     from launch.processes.replacements import RestartBudget
+    from shared.config import RunConfig
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> None:
     console = make_console()
     with explained(console):
+        from launch.processes.sweep import add_trial, is_sweep
+
         if is_sweep():
             add_trial(composed, console)
             return
@@ -66,11 +64,13 @@ def run_job(config: RunConfig, console: Console) -> None:
         # As in Ray's processes. OpenMP reads it when torch is imported. Without it, the threads of
         # two runs on one machine spin while they wait, and take each other's cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from launch.checks.hub import fetched_model
+    from launch.processes.engine_settings import engines_imported_early
+    from launch.tools.demo.once import make_missing_demo_files
+
     make_missing_demo_files(config, lambda line: _print(console, [line]))
     model = fetched_model(config.model, lambda line: _print(console, [line]))
     config = config.model_copy(update={"model": model})
-    from launch.processes.engine_settings import engines_imported_early
-
     while True:
         try:
             with engines_imported_early(config):
@@ -113,10 +113,12 @@ def _keep_story(folder: Path) -> str:
 def run(config: RunConfig, console: Console) -> None:
     """Check the configuration, start all processes, train and report, and end the processes."""
     from launch.checks.host import require_vllm
-    from launch.preflight import preflight
+    from launch.checks.preflight import preflight
+    from launch.processes.batch_algebra import batch_algebra
     from launch.run_folder.folder import require_readable
     from launch.run_folder.resume import resumed
     from launch.run_folder.telemetry import Telemetry
+    from shared.config.derive import remarks
 
     started_s = time.monotonic()
     start_up = StartUp(console)
@@ -206,5 +208,7 @@ if __name__ == "__main__":
     with explained(console):
         sys.argv[1:] = as_schema_overrides(sys.argv[1:])
     main()
+    from launch.processes.sweep import run_trials  # after `--help`
+
     with explained(console):
         run_trials(console)

@@ -43,13 +43,8 @@ from learner.packing import Row
 from learner.segments import Segment
 from learner.targets import text_weights
 from shared.config.pipeline import Channel, PipelineSection
+from shared.config.training import LOGIT_CHUNK
 from shared.rollouts import DecodeSettings
-
-LOGIT_CHUNK = 512
-"""Number of token positions whose logits over the whole vocabulary are in memory at once.
-
-In bfloat16, with 152,000 token ids, these logits and the tensors of their backward take 0.70 GB.
-"""
 
 
 class SlotMean(NamedTuple):

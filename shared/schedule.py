@@ -8,10 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shared.config import RunConfig
 from shared.config.pipeline import Channel
 from shared.seeds import request_seed
+
+if TYPE_CHECKING:
+    from shared.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

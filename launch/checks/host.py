@@ -9,7 +9,7 @@ import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ RAY_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 SCRATCH_BYTES = 64 * 2**20
 """Disk space that a run needs for temporary files and for Ray's sockets and logs."""
 DISTRIBUTION = "rollmatch"
-OWN_CODE = [Path(__file__).parents[2] / name for name in ("rollout_actors", "shared")]
+ENGINE_CODE = [Path(__file__).parents[2] / name for name in ("rollout_actors", "shared")]
 """Folders of this package whose modules an engine imports."""
 
 
@@ -247,7 +247,7 @@ def vllm_import(
     if rollouts.vllm.mode == "colocate":
         module = "rollout_actors.backends.colocated_llm"
     kept_at = kept.kept_file(Path(sys.prefix) / module, "imports")
-    state = _import_state()
+    state = installation_state(ENGINE_CODE)
     if kept.read(kept_at, state) is not None:
         yield lambda: iter(())
         return
@@ -281,15 +281,18 @@ def vllm_import(
         process.communicate()
 
 
-def _import_state() -> str:
-    """Return a digest of what decides whether this machine can import an installed package."""
+def installation_state(code: Sequence[Path]) -> str:
+    """Return a digest of what decides whether, and how, this machine's installation works.
+
+    `code`: the folders of this package whose modules count.
+    """
     variables = ("CUDA_", "LD_", "PYTHON", "VLLM_")
     driver = Path("/proc/driver/nvidia/version")
     # An installation changes the times of these paths. A folder may be missing.
     folders = [*site.getsitepackages(), site.getusersitepackages()]
     paths = [path for folder in folders for path in Path(folder).glob("*")]
     # Our modules import vLLM's, and change without an installation in a checkout.
-    paths += [path for folder in OWN_CODE for path in folder.rglob("*.py")]
+    paths += [path for folder in code for path in folder.rglob("*.py")]
     return kept.digest_of(
         sys.version,
         platform.uname(),  # machines may share the cache's folder

@@ -21,6 +21,7 @@ from launch.checks.memory import (
 )
 from launch.checks.model_shape import RunSizes
 from shared.config.pipeline import Channel, CoordRegEntry
+from shared.config.training import LOGIT_CHUNK
 from shared.model_families import ModelPart
 from shared.tokens.vocabulary import NUM_BINS
 from shared.weight_sync.transports import Device, TransportKind
@@ -346,8 +347,6 @@ def _logit_bytes(run: RunSizes, device: Device) -> int:
 
     They exist in the backward.
     """
-    from learner.step import LOGIT_CHUNK  # takes seconds
-
     size = run.size
     # The logits and their float32 gradient with two masks, or with one mask and the gradient in
     # the dtype of the logits (benchmarks/logit_memory.py).

@@ -152,11 +152,11 @@ def run(
     # Spinning threads slow down engines on the same cores.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    from launch.checks.preflight import engine_family_problems, position_problems
     from launch.checks.weights import weight_warnings
     from launch.driver import evaluate
     from launch.inspect.sample_pages.html import printable
     from launch.pipeline import one_ahead
-    from launch.preflight import engine_family_problems, position_problems
     from launch.processes.cluster import Cluster
     from launch.processes.ray_connection import cluster_nodes
     from launch.reports.detection import make_report

@@ -37,11 +37,7 @@ from launch.run_folder.console import escaped, make_console
 from launch.run_folder.ledger import LEDGER
 from launch.run_folder.saved_checkpoints import full_checkpoints
 from launch.run_folder.saved_run import changed_config, read_run
-from learner.rollout_logs import samples, trajectories
-from learner.rollout_logs.samples import RolloutRecord
-from learner.rollout_logs.trajectories import TrajectoryRecord, logged_rollout
 from learner.rollout_logs.writer import step_path
-from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
 from shared.metrics import StepReport, merge_reports
@@ -56,6 +52,9 @@ from shared.weight_sync.transports import Device, TransportKind
 if TYPE_CHECKING:
     from learner.algorithms.rollout_matching import RolloutMatching
     from learner.learner import Learner
+    from learner.rollout_logs.samples import RolloutRecord
+    from learner.rollout_logs.trajectories import TrajectoryRecord
+    from shared.config import RunConfig
 
 NOISE_FACTOR = 10.0
 """How many times its noise a metric may differ from the run, if two repetitions differ at all.
@@ -297,6 +296,7 @@ def _recorded(
     learner: Learner, requests: Sequence[Any], logs: Path, plan: StepPlan
 ) -> list[Rollout | tuple[EnvironmentRollout, ...]]:
     from learner.algorithms.rollout_matching import RolloutMatching, RolloutMatchingStep
+    from learner.rollout_logs import samples, trajectories
 
     path = step_path(logs, plan.number)
     algorithm = learner.algorithm
@@ -354,6 +354,8 @@ def _rollout(
 def _group(
     request: EnvironmentRequest, lines: Mapping[int, TrajectoryRecord], logs: Path
 ) -> tuple[EnvironmentRollout, ...]:
+    from learner.rollout_logs.trajectories import logged_rollout
+
     (group,) = request.groups
     rollouts = []
     for position in group.positions:

@@ -16,19 +16,19 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from launch.cli import EXPLAINED, explained, read_arguments, read_words
-from launch.inspect.show_sample import ShowOptions, show_sample
-from launch.reports.run_page import COMPARED, PAGE, as_json, page, step_rows, write_page
 from launch.run_folder.console import escaped, make_console
 from launch.run_folder.saved_run import load_run
-from shared.config import RunConfig
 from shared.config.base import ConfigPath, Section
 from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shared.config import RunConfig
 
 _HTML = "text/html; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
@@ -112,6 +112,9 @@ def _answer(runs: Mapping[Path, RunConfig], path: str, words: Sequence[str]) -> 
 
     `words`: the query as `key=value`. Raises OSError, ConfigError and RecordError.
     """
+    from launch.inspect.show_sample import ShowOptions, show_sample
+    from launch.reports.run_page import as_json, page, step_rows
+
     if path == "/":
         return _HTML, page(runs, Path.cwd(), served=True).encode()
     file = re.fullmatch(r"/(\d+)/(evaluations/\w+/(?:report\.html|pictures/[\w-]+\.png))", path)
@@ -132,6 +135,8 @@ def _answer(runs: Mapping[Path, RunConfig], path: str, words: Sequence[str]) -> 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = read_words(__doc__, arguments)
+    from launch.reports.run_page import COMPARED, PAGE, write_page  # after `--help`
+
     with explained(make_console(stderr=True)):
         keys = tuple(f"{key}=" for key in ViewOptions.model_fields)
         options = read_arguments(ViewOptions, [word for word in words if word.startswith(keys)])

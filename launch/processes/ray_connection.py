@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,10 +71,13 @@ def cluster_nodes(cluster: ClusterSection, start_s: float) -> list[Resources]:
     # has no time limit, and cannot be interrupted.
     address = cluster.address
     if address == "local":
-        import torch
-
         cpus = float(len(os.sched_getaffinity(0)))
-        return [Resources(cpus=cpus, gpus=float(torch.cuda.device_count()))]
+        gpus = 0
+        if not version("torch").endswith("+cpu"):
+            import torch
+
+            gpus = torch.cuda.device_count()
+        return [Resources(cpus=cpus, gpus=float(gpus))]
     _require_listener(address)
     command = [sys.executable, "-c", _ASK, address, str(ANSWER_S)]
     try:

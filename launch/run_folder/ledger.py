@@ -24,16 +24,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.cli import explained, read_words
 from launch.run_folder.console import escaped, make_console
-from launch.run_folder.resume import ResumePoint, deciding
 from launch.run_folder.saved_checkpoints import PACKAGES, installed_versions
-from shared.config import RunConfig
 from shared.errors import ConfigError, RecordError
 from shared.metrics import StepReport
 from shared.run_files import Patience, RunFile, cut_lines, read_lines
 from shared.schedule import RunSchedule, StepPlan
+
+if TYPE_CHECKING:
+    from launch.run_folder.resume import ResumePoint
+    from shared.config import RunConfig
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -109,6 +112,8 @@ def head_of(config: RunConfig) -> dict[str, object]:
     file imports. The digest of the configuration leaves out keys that do not change the results
     (`launch.run_folder.resume.MAY_CHANGE`).
     """
+    from launch.run_folder.resume import deciding
+
     keys = json.dumps(deciding(config.model_dump(mode="json")), sort_keys=True)
     packages = installed_versions((*PACKAGES, "ray", "rollmatch"))
     environment = {}

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import ValidationError
 
 from launch.run_folder.saved_checkpoints import (
@@ -113,6 +112,8 @@ def config_of_run(path: Path, overrides: list[str]) -> RunConfig:
 
     `path` is a run's folder or a full checkpoint of a run. Raises ConfigError.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     path = path.resolve()
     folders = (path, path.parent, path.parent.parent)
     # A checkpoint has a config.json too, for its model.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-
-from omegaconf import OmegaConf
+from typing import TYPE_CHECKING
 
 from launch.cli import as_mapping
-from shared.config import RunConfig, load_config
 from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shared.config import RunConfig
 
 _FROM_A_COPY = "restore it from another copy of the run's folder"
 
@@ -45,6 +46,8 @@ def load_run(run: Path, changes: Mapping[str, object] | None = None) -> RunConfi
     Raises ConfigError for an error of `read_run`, a configuration that another version of rollmatch
     wrote, or wrong changes.
     """
+    from shared.config import load_config  # the whole schema, which `read_run` does not need
+
     saved = read_run(run)
     try:
         # First without changes, so that another version's problem is not blamed on them.
@@ -63,6 +66,10 @@ def changed_config(saved: Mapping[str, object], changes: Mapping[str, object]) -
 
     Interpolations such as `${oc.env:NAME}` are resolved. Raises ConfigError.
     """
+    from omegaconf import OmegaConf
+
+    from shared.config import load_config
+
     return load_config(_changed(saved, as_mapping(OmegaConf.create(dict(changes)))))
 
 

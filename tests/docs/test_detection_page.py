@@ -13,8 +13,8 @@ from PIL import Image
 from rich.console import Console
 from tiny_qwen import make_stock_model
 
+from launch.checks.preflight import preflight
 from launch.cli import CONF, as_mapping, as_schema_overrides, with_absolute_paths
-from launch.preflight import preflight
 from launch.processes.placement import Resources
 from launch.tools import add_coord_tokens, coco
 from launch.train import run

@@ -27,13 +27,13 @@ from launch.checks.host import path_problems
 from launch.checks.learner_memory import learner_estimate
 from launch.checks.memory import DeviceMemory, engine_estimate, shared_device_estimate
 from launch.checks.model_shape import ModelShape, RunSizes
+from launch.checks.preflight import preflight
 from launch.checks.servers import (
     ask_servers,
     port_problems,
     teacher_problems,
 )
 from launch.loggers import sink
-from launch.preflight import preflight
 from launch.processes.placement import Resources
 from learner.data.samples import load_samples
 from rollout_actors.server.app import make_app
@@ -77,15 +77,17 @@ def printed_after_preflight(config, folder, code):
     """Return the words of the last line that a new process prints: it runs preflight, then code."""
     saved = folder / "config.json"
     saved.write_text(config.model_dump_json())
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     before = (
         "import json, sys\n"
-        "from launch.preflight import preflight\n"
+        "from launch.checks.preflight import preflight\n"
         "from shared.config import load_config\n"
         "report = preflight(load_config(json.load(open(sys.argv[1]))))\n"
         "assert report.facts is not None, report.problems\n"
     )
     command = [sys.executable, "-c", before + code, str(saved)]
-    return subprocess.check_output(command, text=True, cwd=ROOT).splitlines()[-1].split()
+    printed = subprocess.check_output(command, text=True, cwd=ROOT, env=environment)
+    return printed.splitlines()[-1].split()
 
 
 @pytest.mark.slow
@@ -94,6 +96,39 @@ def test_packages_that_a_run_does_not_need_are_not_imported_to_check_it(config, 
     loaded = set(printed_after_preflight(config(), tmp_path, code))
     assert "transformers" in loaded
     assert not loaded & {"openai", "pandas", "ray", "scipy", "sklearn", "vllm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_environment", [False, True])
+def test_a_sound_check_is_kept_for_the_same_configuration_and_files_alone(
+    config, demo_checkpoint, demo_lm, demo_data, tmp_path, of_environment
+):
+    folder = shutil.copytree(demo_lm if of_environment else demo_checkpoint, tmp_path / "model")
+    changed = {"training__seed": 18}
+
+    def make(**changes):
+        if of_environment:
+            return trajectory_config(folder, tmp_path / "run", **changes)
+        return configuration(folder, demo_data, tmp_path / "run", **SOUND | changes)
+
+    def checked(run):
+        """Whether transformers was imported, and what the check found."""
+        code = (
+            "print('transformers' in sys.modules, *map(repr, (report.facts, *report.lines)),"
+            " sep='|')"
+        )
+        imported, _, found = " ".join(printed_after_preflight(run, tmp_path, code)).partition("|")
+        return imported == "True", found
+
+    is_new, found = checked(make())
+    assert is_new
+    assert checked(make()) == (False, found)
+    assert checked(make(checkpoint__save_final=False, timeouts__start_s=299.0)) == (False, found)
+    assert checked(make(**changed))[0]
+    assert not checked(make(**changed))[0]
+    tokenizer = folder / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    assert checked(make(**changed)) == (True, found)
 
 
 @pytest.mark.slow

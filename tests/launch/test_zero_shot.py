@@ -9,9 +9,9 @@ from learner_support import answer
 from tiny_qwen import make_stock_model
 from transformers import AutoProcessor
 
+from launch.checks.preflight import engine_family_problems
 from launch.cli import read_arguments
 from launch.inspect.evaluate import ModelOptions, main, model_config, report_folder
-from launch.preflight import engine_family_problems
 from launch.reports.detection import make_report
 from launch.tools.serve import device_here
 from learner.data.samples import load_samples

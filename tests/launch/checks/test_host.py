@@ -58,15 +58,14 @@ def test_a_change_of_packages_own_code_or_machine_changes_the_key_of_a_kept_impo
     (packages / "removed").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr("site.getsitepackages", lambda: [str(packages), str(tmp_path / "missing")])
     monkeypatch.setattr("site.getusersitepackages", lambda: str(user))
-    monkeypatch.setattr(host, "OWN_CODE", [own])
-    keys = [host._import_state(), host._import_state()]
+    keys = [host.installation_state([own]), host.installation_state([own])]
     assert len({*keys}) == 1
     for module in (packages / "new.py", own / "engine.py", user / "new.py"):
         module.parent.mkdir(exist_ok=True)
         module.touch()
-        keys.append(host._import_state())
+        keys.append(host.installation_state([own]))
     monkeypatch.setattr("platform.uname", lambda: "another machine")
-    keys.append(host._import_state())
+    keys.append(host.installation_state([own]))
     assert len({*keys}) == 5
 
 

@@ -28,7 +28,7 @@ from launch.processes.placement import Resources, plan_placement
 from launch.tools.add_coord_tokens import AddOptions, make_coord_model
 from learner.host_memory import container_limits
 from learner.model.loading import load_model
-from learner.step import LOGIT_CHUNK
+from shared.config.training import LOGIT_CHUNK
 from shared.errors import ConfigError
 from shared.weight_sync.transports import Device, TransportKind
 

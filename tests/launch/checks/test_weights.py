@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_qwen import FAMILIES, make_stock_model
 
 from launch.checks.model_shape import ModelShape
+from launch.checks.preflight import preflight
 from launch.checks.weights import weight_warnings
-from launch.preflight import preflight
 from launch.processes.placement import Resources
 from launch.tools import serve
 from launch.tools.add_coord_tokens import AddOptions, make_coord_model
