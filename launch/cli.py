@@ -23,7 +23,6 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from launch.run_folder.console import EscapedRecord, outlive_console
-from shared.config.secrets import redacted
 from shared.errors import (
     ConfigError,
     LearnerError,
@@ -84,6 +83,8 @@ def explained(console: Console) -> Iterator[None]:
     try:
         yield
     except EXPLAINED as error:
+        from shared.config.secrets import redacted  # after `--help`: imports pydantic
+
         console.print(f"[bold red]{type(error).__name__}[/]", highlight=False)
         console.print(redacted(str(error)), markup=False, highlight=False)
         # The error of the other side of a failed weight sync. Ray's wrapper of an actor's error

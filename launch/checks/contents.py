@@ -28,8 +28,15 @@ from shared.errors import ConfigError, RecordError
 T = TypeVar("T")
 CODE = [Path(__file__).parents[2] / name for name in ("launch", "learner", "shared")]
 """Folders of this package whose modules decide the result of the checks."""
-NOT_READ = {"telemetry", "checkpoint", "resume", "cluster", "timeouts"}
-"""Sections of the configuration that do not decide the result of the checks."""
+_OF_UPDATES = {
+    *("learning_rate", "lr_warmup_steps", "lr_schedule", "min_lr_ratio", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_nonfinite_updates"),
+}
+NOT_READ: dict[str, bool | set[str]] = {
+    **dict.fromkeys(("telemetry", "checkpoint", "resume", "cluster", "timeouts"), True),
+    "training": _OF_UPDATES,
+}
+"""Keys of the configuration that do not decide the result of the checks."""
 _KEPT: TypeAdapter[tuple[list[str], DataFacts | None]] = TypeAdapter(
     tuple[list[str], DataFacts | None]
 )

@@ -123,7 +123,12 @@ def test_a_sound_check_is_kept_for_the_same_configuration_and_files_alone(
     is_new, found = checked(make())
     assert is_new
     assert checked(make()) == (False, found)
-    assert checked(make(checkpoint__save_final=False, timeouts__start_s=299.0)) == (False, found)
+    unread = {
+        "checkpoint__save_final": False,
+        "timeouts__start_s": 299.0,
+        "training__weight_decay": 0.5,
+    }
+    assert checked(make(**unread)) == (False, found)
     assert checked(make(**changed))[0]
     assert not checked(make(**changed))[0]
     tokenizer = folder / "tokenizer_config.json"
