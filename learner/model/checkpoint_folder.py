@@ -111,7 +111,7 @@ def end_token_ids(folder: Path, num_tokens: int, special_ids: Collection[int]) -
     file = folder / ("generation_config.json" if named else "config.json")
     others = _eos_ids(folder / "config.json")
     for value in named or others:
-        if not isinstance(value, int) or not 0 <= value < num_tokens:
+        if type(value) is not int or not 0 <= value < num_tokens:
             raise ConfigError(
                 f"model.path: {file} has eos_token_id {value!r}, which is not an id of its"
                 f" tokenizer of {num_tokens} tokens; correct the file"

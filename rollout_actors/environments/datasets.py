@@ -42,7 +42,9 @@ COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_i
 
 
 class Rows(Protocol):
-    """Rows of a dataset: a Hugging Face `Dataset`, or any sequence of mappings."""
+    """Rows of a dataset: a Hugging Face `Dataset`, a pandas `DataFrame`, or any sequence of
+    mappings.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
@@ -63,12 +65,12 @@ class PromptFormat:
     """Value of `task` for rows that have none."""
 
     def prompt(self, row: Fields) -> Messages:
-        """Return the prompt of a dataset row: its `prompt` or `question`.
+        """Return the prompt of a dataset row: its `prompt`, or its `question` if `prompt` is empty.
 
         The system prompt and the few-shot messages are put before the row's messages, unless the
         row begins with a system message.
         """
-        prompt = row["question"] if row.get("prompt") is None else row["prompt"]
+        prompt = row[_prompt_column(row)]
         if self.message_type == "completion":
             if not isinstance(prompt, str):
                 kind = type(prompt).__name__
@@ -91,16 +93,13 @@ class PromptFormat:
         The row's values are copied, so that a rollout cannot change the caller's data. `info` is
         unchanged, except for nulls that a table filled into `oai_tools` (see `cleanup_tools`).
 
-        Raises ValueError if the row has no prompt, a message has no role, or an id is NaN.
+        Raises ValueError if the row has no prompt, a message has no known role, or an id is NaN.
         """
         if row.get("prompt") is None and row.get("question") is None:
             known = ", ".join(sorted(row)) or "nothing"
             raise ValueError(
                 f"row {index} has neither prompt nor question, only {known}; give it one of the two"
             )
-        prompt = row.get("prompt")
-        if self.message_type == "chat" and prompt is not None and not isinstance(prompt, str):
-            require_roles(prompt, f"row {index}: prompt")
         for column in ("example_id", "id"):
             # Tables fill gaps with NaN, which is not equal to itself.
             if isinstance(row.get(column), Real) and row[column] != row[column]:
@@ -110,12 +109,16 @@ class PromptFormat:
         row = {key: _without_gaps(value) for key, value in row.items()}
         if row.get("prompt") is None and row.get("question") is None:
             raise ValueError(f"row {index}: prompt is NaN; give it a prompt, or leave the row out")
-        # Compared with None, because 0 and an empty text are ids.
+        column = _prompt_column(row)
+        if self.message_type == "chat" and not isinstance(row[column], str):
+            require_roles(row[column], f"row {index}: {column}")
+        # Compared with None, because 0 and an empty text are ids, and 0 is a task.
         ids = [row[key] for key in ("example_id", "id") if row.get(key) is not None]
+        task = row.get("task")
         result: RolloutInput = {
             "prompt": copied(self.prompt(row)),
             "example_id": ids[0] if ids else index,
-            "task": row.get("task") or self.task,
+            "task": self.task if task is None or task == "" else str(task),
         }
         if row.get("id") is not None:
             result["id"] = row["id"]
@@ -126,6 +129,13 @@ class PromptFormat:
         if isinstance(info, dict) and isinstance(info.get("oai_tools"), list):
             info["oai_tools"] = cleanup_tools(info["oai_tools"])
         return result
+
+
+def _prompt_column(row: Fields) -> str:
+    """Return the name of the column with a row's prompt: `prompt`, or `question` if it is empty."""
+    prompt = row.get("prompt")
+    is_empty = prompt is None or (isinstance(prompt, str | list) and not prompt)
+    return "question" if is_empty and row.get("question") is not None else "prompt"
 
 
 def _without_gaps(value: object) -> object:
@@ -146,7 +156,9 @@ class Examples(Sequence[RolloutInput]):
 
     def __init__(self, rows: Rows, form: PromptFormat, order: Sequence[int] | None = None) -> None:
         """`order`: indices of the rows to use, in this order; None: all rows."""
-        self._rows = rows
+        # A DataFrame's index is a column.
+        table: Any = rows
+        self._rows: Rows = table.to_dict("records") if hasattr(table, "iterrows") else rows
         self._form = form
         self._order: Sequence[int] = range(len(rows)) if order is None else order
 

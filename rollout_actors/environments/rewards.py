@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -177,9 +177,14 @@ class Reward:
         rows = [{"answer": "", "info": {}, **state} for state in states]
         columns = {plural: [row.get(name) for row in rows] for plural, name in PLURALS.items()}
         values = await self._call({**columns, "states": states, **objects})
-        has_length = hasattr(values, "__len__")
-        if not has_length or len(values) != len(states):
-            returned = f"{len(values)} rewards" if has_length else repr(values)
+        # Iterating over others gives keys, characters, names of columns, or no fixed order.
+        is_list = (
+            isinstance(values, Collection)
+            and not isinstance(values, Mapping | Set | str | bytes | bytearray)
+            and getattr(values, "ndim", 1) == 1  # of arrays, tensors, Series and DataFrames
+        )
+        if not is_list or len(values) != len(states):
+            returned = f"{len(values)} rewards" if is_list else f"{values!r:.200}"
             raise ValueError(
                 f"reward function {self.name} returned {returned} for a group of {len(states)}"
                 " rollouts; return a list with one reward for each"

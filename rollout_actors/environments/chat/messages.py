@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles of messages in the OpenAI API. Chat templates leave out messages of other roles, or
+write turns that the model does not know."""
+
 # Immutable types, which a copy shares.
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 
@@ -42,12 +46,12 @@ def checked_messages(value: object, method: str, environment: Environment) -> Me
 
     Raises:
         TypeError: `value` is neither a list of messages nor a text.
-        ValueError: a message is not a mapping, or has no role.
+        ValueError: a message is not a mapping, or has no known role.
     """
     if isinstance(value, str):
         return value
     if type(value) is list and all(
-        type(message) is dict and message.get("role") is not None for message in value
+        type(message) is dict and message.get("role") in ROLES for message in value
     ):
         return list(value)  # the usual case
     by = f"{method} of {environment.name}"
@@ -63,7 +67,7 @@ def checked_messages(value: object, method: str, environment: Environment) -> Me
 
 
 def require_roles(messages: object, where: str) -> None:
-    """Check that a value is a list of messages with roles.
+    """Check that a value is a list of messages with known roles.
 
     Raises:
         ValueError: it is not. The error's text begins with `where`.
@@ -73,7 +77,8 @@ def require_roles(messages: object, where: str) -> None:
         isinstance(messages, Mapping) or not isinstance(messages, Iterable)
     ):
         raise ValueError(
-            f"{where} is {type(messages).__name__}, not a list of messages; {form}, in a list"
+            f"{where} is {type(messages).__name__}, not text or a list of messages; {form}, in a"
+            " list"
         )
     for number, message in enumerate(messages):
         if not isinstance(message, (dict, Mapping)) and not hasattr(message, "model_dump"):
@@ -83,6 +88,11 @@ def require_roles(messages: object, where: str) -> None:
             raise ValueError(
                 f"{where}: message {number} has no role, only {', '.join(fields) or 'nothing'};"
                 f" {form}"
+            )
+        if fields["role"] not in ROLES:
+            raise ValueError(
+                f"{where}: message {number} has the unknown role {fields['role']!r}; use one of"
+                f" {', '.join(ROLES)}"
             )
 
 

@@ -7,6 +7,8 @@ tokenised again.
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +17,13 @@ from typing import TYPE_CHECKING
 
 from rollout_actors.environments.chat.messages import as_mapping
 from rollout_actors.environments.types import Fields, GivenMessage, Message
+from shared.model_families import IMAGE_PLACEHOLDERS
+from shared.tokens.hf_codec import control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LOGGER = logging.getLogger(__name__)
 
 ANSWER_MARKER = "the-model-said-this"
 """A text that stands for an answer, to find the text that a chat template writes after answers."""
@@ -62,6 +68,7 @@ class ChatTemplate:
         """
         self.tokenizer = tokenizer
         self.template_args = dict(template_args or {})
+        self._has_warned = False
 
     def render(
         self,
@@ -70,9 +77,13 @@ class ChatTemplate:
         *,
         asks: bool = True,
     ) -> str:
-        """Return the messages as one text; if `asks`, with the beginning of the next answer."""
+        """Return the messages as one text; if `asks`, with the beginning of the next answer.
+
+        A control token in a message that the model did not write gets a blank after its first
+        character, because it would end the message.
+        """
         text: str = self.tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
+            [self._as_data(_for_template(message)) for message in messages],
             tools=list(tools) if tools else None,
             add_generation_prompt=asks,
             tokenize=False,
@@ -160,6 +171,48 @@ class ChatTemplate:
         if not until.endswith(end) or not rendered.startswith(until):
             return None
         return end[len(last.stop_text) :] + rendered[len(until) :]
+
+    def _as_data(self, message: Message) -> Message:
+        """Return the message without control tokens, if another than the model wrote it."""
+        content = message["content"]
+        if message.get("role") == "assistant":
+            return message
+        if isinstance(content, str):
+            return {**message, "content": self._as_text(content)}
+        if isinstance(content, list):
+            parts = [
+                {**part, "text": self._as_text(part["text"])}
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+                else part
+                for part in content
+            ]
+            return {**message, "content": parts}
+        return message
+
+    def _as_text(self, text: str) -> str:
+        found = self._control_token.search(text)
+        if found is None:
+            return text
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "a message of a row, a tool or an environment has %s, a control token of the"
+                " tokenizer; prompts have a blank in such tokens, so that the model reads them as"
+                " text",
+                found[0],
+            )
+        return self._control_token.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
+
+    @cached_property
+    def _control_token(self) -> re.Pattern[str]:
+        """Pattern of control tokens; without placeholders of images, which are counted instead."""
+        rests: dict[str, list[str]] = {}
+        for token in control_tokens(self.tokenizer).values():
+            if token not in IMAGE_PLACEHOLDERS:
+                rests.setdefault(token[:2], []).append(re.escape(token[2:]))
+        # By their beginning, so that a `<` in a text is not compared with hundreds of tokens.
+        groups = [f"{re.escape(start)}(?:{'|'.join(rest)})" for start, rest in rests.items()]
+        return re.compile("|".join(groups) or "(?!)")
 
     @cached_property
     def _end_of_message(self) -> str | None:

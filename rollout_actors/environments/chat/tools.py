@@ -7,8 +7,9 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import to_jsonable_python
 
 from rollout_actors.environments.concurrency import in_thread, name_of, unwrap_partial
 from rollout_actors.environments.types import Arguments, Fields, JsonObject
@@ -29,6 +31,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """Names that the OpenAI API accepts for a function."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
+"""An object's address in its default text."""
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):")
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
@@ -87,6 +91,10 @@ class Tool:
         description, descriptions = read_docstring(inspect.getdoc(documented) or "")
         wrapped = unwrap_partial(function)
         skipped = {*args_to_skip, *(wrapped.keywords if isinstance(wrapped, partial) else ())}
+        if "self" in parameters and "self" not in skipped:
+            raise ValueError(f"tool {name}: self is not bound; give a method of an object")
+        if inspect.isgeneratorfunction(wrapped) or inspect.isasyncgenfunction(wrapped):
+            raise ValueError(f"tool {name}: it is a generator; return the values in a list")
         fields: dict[str, Any] = {}
         optional: dict[str, Any] = {}
         for parameter in parameters.values():
@@ -132,8 +140,10 @@ class Tool:
         """
         try:
             written = json.loads(text) if text.strip() else {}
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the arguments of {self.name} are not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            # Without the advice to programmers about numbers with too many digits.
+            reason = str(error).partition(";")[0]
+            raise ValueError(f"the arguments of {self.name} are not JSON: {reason}") from error
         if not isinstance(written, Mapping):
             raise ValueError(f"the arguments of {self.name} are no JSON object, but {text[:60]}")
         try:
@@ -166,6 +176,10 @@ class Tool:
 
         Returns:
             The function's value for the model: text unchanged, anything else as JSON.
+
+        Raises:
+            TypeError: the value has neither a JSON form nor a text of its own.
+            UnicodeEncodeError: the text has half of a surrogate pair.
         """
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
@@ -173,14 +187,30 @@ class Tool:
             # A partial, because a parameter may have the name of a parameter of `in_thread`.
             value = await in_thread(partial(self.function, **arguments))
             value = await value if inspect.isawaitable(value) else value
-        if isinstance(value, str):
-            return value
 
         def as_json(item: object) -> object:
-            return item.model_dump(mode="json") if isinstance(item, BaseModel) else str(item)
+            if isinstance(item, Set):
+                return sorted(item, key=repr)  # the order of texts differs between processes
+            if isinstance(item, BaseModel):
+                return item.model_dump(mode="json")
+            if isinstance(item, Enum):
+                return item.value
+            if is_dataclass(item):
+                return to_jsonable_python(item, fallback=as_json)
+            text = str(item)
+            if _ADDRESS.search(text):
+                raise TypeError(
+                    f"{self.name} returned {type(item).__name__}, which is not JSON; it must"
+                    " return text, or values that JSON has"
+                )
+            return text
 
+        value = value.value if isinstance(value, Enum) else value
         # Without escapes, because the model reads it.
-        return json.dumps(value, ensure_ascii=False, default=as_json)
+        is_text = isinstance(value, str)
+        text = value if is_text else json.dumps(value, ensure_ascii=False, default=as_json)
+        text.encode()  # raises now, because no prompt could be made of it
+        return text
 
 
 def convert_tool_to_oai_format(

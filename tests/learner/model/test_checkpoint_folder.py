@@ -96,7 +96,7 @@ def test_every_end_token_that_the_files_name_ends_an_answer(tmp_path, config, ge
     assert end_token_ids(tmp_path, num_tokens=10, special_ids={0, 2}) == ends
 
 
-@pytest.mark.parametrize("value", [10, -1, "<|im_end|>", [2, 10]])
+@pytest.mark.parametrize("value", [10, -1, True, "<|im_end|>", [2, 10]])
 def test_an_end_token_outside_the_vocabulary_is_refused_with_its_file(tmp_path, value):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))

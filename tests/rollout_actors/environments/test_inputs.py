@@ -5,6 +5,7 @@ import math
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 from environment_support import assistant, generated, user
 from scripted_client import ScriptedClient
@@ -42,8 +43,13 @@ def ids(rows):
         ),
         ({"prompt": MINE, "question": "b"}, {"system_prompt": "Add."}, MINE),
         ({"prompt": "Once"}, {"message_type": "completion"}, "Once"),
+        ({"prompt": [], "question": "a"}, {}, [user("a")]),
+        ({"prompt": "", "question": "a"}, {}, [user("a")]),
     ],
-    ids=["a question", "behind system prompt and examples", "a prompt wins over both", "text"],
+    ids=[
+        *("a question", "behind system prompt and examples", "a prompt wins over both", "text"),
+        *("an empty list beside a question", "an empty text beside a question"),
+    ],
 )
 def test_a_row_becomes_a_prompt(row, form, prompt):
     assert inputs([row], **form)[0]["prompt"] == prompt
@@ -67,16 +73,25 @@ def test_a_row_that_is_no_prompt_is_refused(row, form, problem):
         ([{"content": "hi"}], "message 0 has no role, only content"),
         ([SYSTEM, {"role": None, "content": "hi"}], "message 1 has no role, only role, content"),
         (["hi"], "message 0 is str"),
-        ({"role": "user", "content": "hi"}, "is dict, not a list of messages"),
-        (3, "is int, not a list of messages"),
+        ({"role": "user", "content": "hi"}, "is dict, not text or a list of messages"),
+        (3, "is int, not text or a list of messages"),
     ],
 )
-def test_a_prompt_that_is_no_conversation_is_refused_with_its_row_and_the_remedy(prompt, problem):
-    examples = Examples([{"question": "fine"}, {"prompt": prompt}], PromptFormat())
-    form = r"^row 1: prompt.*write it like {\"role\": \"user\""
-    with pytest.raises(ValueError, match=form) as caught:
+@pytest.mark.parametrize("column", ["prompt", "question"])
+def test_a_prompt_that_is_no_conversation_is_refused_with_its_row_and_the_remedy(
+    column, prompt, problem
+):
+    examples = Examples([{"question": "fine"}, {column: prompt}], PromptFormat())
+    with pytest.raises(ValueError, match=f"^row 1: {column}") as caught:
         examples[1]
     assert problem in str(caught.value)
+    assert 'write it like {"role": "user", "content": "..."}' in str(caught.value)
+
+
+def test_a_role_that_chat_templates_do_not_know_is_refused_with_those_that_they_know():
+    problem = "^row 0: prompt: message 1 has the unknown role 'human'; use one of system, .*, user"
+    with pytest.raises(ValueError, match=problem):
+        inputs([{"prompt": [SYSTEM, {"role": "human", "content": "hi"}]}])
 
 
 # Ids
@@ -203,8 +218,8 @@ def test_one_row_may_be_there_often_and_a_named_group_may_have_different_ones(ro
 def test_answer_and_info_are_optional_and_a_task_has_a_default():
     (bare,) = inputs([{"question": "a", "answer": None, "info": None}])
     assert set(bare) == {"prompt", "example_id", "task"}
-    given = [{"question": "a"}, {"question": "a", "task": "own"}]
-    assert [row["task"] for row in inputs(given, task="sums")] == ["sums", "own"]
+    given = [{"question": "a", "task": task} for task in (None, "", "own", 0)]
+    assert [row["task"] for row in inputs(given, task="sums")] == ["sums", "sums", "own", "0"]
 
 
 def tool(name, parameter):
@@ -246,6 +261,11 @@ def test_columns_are_rows(given, form, prompts):
     rows = inputs({**given, "answer": ["1", "2"]}, **form)
     assert [row["prompt"] for row in rows] == prompts
     assert [row["answer"] for row in rows] == ["1", "2"]
+
+
+def test_a_data_frame_is_a_dataset_whose_gaps_are_missing_values():
+    rows = [{"question": "a", "id": 7}, {"question": "b", "id": 8, "answer": "2"}]
+    assert inputs(pandas.DataFrame(rows)) == inputs(rows)
 
 
 THREE = {"prompt": [[user("a")], [user("b")], [user("c")]]}

@@ -143,6 +143,10 @@ def test_the_environment_hears_the_whole_conversation_and_what_it_edits_is_no_st
             [{"content": "yes"}],
             "ValueError: what env_response of Silent returned: message 0 has no role, only content",
         ),
+        (
+            [{"role": "human", "content": "yes"}],
+            "ValueError: what env_response of Silent returned: message 0 has the unknown role",
+        ),
         ("text", "TypeError: text cannot be joined"),
     ],
 )

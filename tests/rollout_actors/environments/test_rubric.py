@@ -7,7 +7,9 @@ import re
 from functools import partial
 
 import numpy as np
+import pandas
 import pytest
+import torch
 from environment_support import assistant, generated, user, without_place
 from scripted_client import ScriptedClient
 
@@ -276,6 +278,12 @@ def test_rollouts_of_equal_rewards_have_an_advantage_of_exactly_0():
             "best returned 1.0 for a group of 2 rollouts; return a list with one reward for each",
         ),
         (None, "best returned None for a group of 2 rollouts; return a list"),
+        ({0: 1.0, 1: 0.0}, "best returned {0: 1.0, 1: 0.0} for a group of 2"),
+        ({0.5, 1.0}, "best returned {"),
+        ("10", "best returned '10' for a group of 2"),
+        (b"10", "best returned b'10' for a group of 2"),
+        (np.array(1.0), "best returned array(1.) for a group of 2"),
+        (pandas.DataFrame({0: [1.0], 1: [0.0]}), "for a group of 2"),
     ],
 )
 def test_a_group_function_that_does_not_return_one_reward_for_each_is_refused_by_name(
@@ -286,6 +294,24 @@ def test_a_group_function_that_does_not_return_one_reward_for_each_is_refused_by
 
     for one in scored_group(Rubric([best]), state(), state()):
         assert problem in one["error"]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        (1.0, 0.0),
+        np.array([1, 0]),
+        pandas.Series([1.0, 0.0], index=[7, 8]),
+        torch.tensor([1.0, 0.0]),
+        {"a": 1.0, "b": 0.0}.values(),
+    ],
+)
+def test_a_group_function_may_return_any_list_of_rewards(returned):
+    def best(states):
+        return returned
+
+    rewards = [one["reward"] for one in scored_group(Rubric([best]), state(), state())]
+    assert rewards == [1.0, 0.0]
 
 
 def test_score_rollouts_scores_each_by_itself_so_many_at_a_time():

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
 from functools import partial, update_wrapper
 from typing import Annotated, Any, Literal
 
@@ -25,6 +29,17 @@ ROW = {"prompt": [{"role": "user", "content": "go"}], "example_id": 0, "task": "
 class Point(BaseModel):
     x: int
     title: str = "here"
+
+
+class Color(Enum):
+    RED = "red"
+
+
+@dataclass
+class Painted:
+    color: Color
+    day: date
+    thing: object
 
 
 def area(width: int, height: int = 2) -> int:
@@ -126,6 +141,19 @@ def test_every_type_that_json_has_can_be_told():
 
 
 def takes_all(**kwargs: Any) -> None: ...
+def counts(n: int) -> Iterator[int]:
+    yield n
+
+
+async def counts_later(n: int) -> AsyncIterator[int]:
+    yield n
+
+
+class Counter:
+    def count(self, n: int) -> int:
+        return n
+
+
 def takes_a_lock(lock: threading.Lock) -> None: ...
 def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
@@ -139,6 +167,9 @@ def takes_the_unknown(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # 
             r"tool takes_all: parameter .*kwargs.* cannot be given by name",
         ),
         (lambda: Tool.of(takes_a_lock), r"tool takes_a_lock: .*hide them with args_to_skip"),
+        (lambda: Tool.of(counts), "tool counts: it is a generator; return the values in a list"),
+        (lambda: Tool.of(partial(counts_later, n=1)), "tool counts_later: it is a generator"),
+        (lambda: Tool.of(Counter.count), "tool count: self is not bound; give a method of"),
         (lambda: Tool.of(takes_the_unknown), r"tool takes_the_unknown: .*Nowhere"),
         (
             lambda: Tool.of(area, ["depth"]),
@@ -180,6 +211,12 @@ def test_the_calls_of_one_message_are_answered_in_order_each_with_its_id():
     [
         ("steal", {}, "there is no tool steal; there are area, echo, fail, wait, python"),
         ("area", '{"width": ', "the arguments of area are not JSON"),
+        ("area", "[" * 100_000, "the arguments of area are not JSON: maximum recursion depth"),
+        (
+            "area",
+            '{"width": ' + "1" * 5000 + "}",
+            "the arguments of area are not JSON: Exceeds the limit (4300 digits) for integer",
+        ),
         ("area", "[1]", "the arguments of area are no JSON object, but [1]"),
         (
             "area",
@@ -197,7 +234,7 @@ def test_an_unknown_tool_malformed_arguments_and_a_raising_tool_become_tool_mess
 ):
     tools = (area, echo, fail, wait, python)
     (content,) = contents_after([(name, arguments)], tools)
-    assert content.startswith(answer)
+    assert content.startswith(answer) and "set_int_max" not in content
 
 
 def test_the_error_formatter_says_what_the_model_is_told():
@@ -224,6 +261,38 @@ def test_arguments_come_as_their_types_and_defaults_stay_the_functions_own():
 
     contents_after([("tool", {"point": {"x": 1}, "number": "7"})], tools=[tool])
     assert seen == [(Point(x=1), 7, True)]
+
+
+NOT_JSON = "which is not JSON; it must return text, or values that JSON has"
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ("né", "né"),
+        (["né", 1.5, None], '["né", 1.5, null]'),
+        ([Point(x=1)], '[{"x": 1, "title": "here"}]'),
+        (Color.RED, "red"),
+        ([Color.RED], '["red"]'),
+        ({"c", "a", "b"}, '["a", "b", "c"]'),
+        (
+            Painted(Color.RED, date(2026, 1, 2), range(3)),
+            '{"color": "red", "day": "2026-01-02", "thing": "range(0, 3)"}',
+        ),
+        (date(2026, 1, 2), '"2026-01-02"'),
+        ([object()], f"tool returned object, {NOT_JSON}"),
+        ((x for x in "ab"), f"tool returned generator, {NOT_JSON}"),
+        (
+            "half \ud83d",
+            "'utf-8' codec can't encode character '\\ud83d' in position 5: surrogates not allowed",
+        ),
+    ],
+)
+def test_the_model_reads_a_value_as_text_or_json_or_why_it_has_no_such_form(value, answer):
+    def tool() -> object:
+        return value
+
+    assert contents_after([("tool", {})], tools=[tool]) == [answer]
 
 
 def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other():

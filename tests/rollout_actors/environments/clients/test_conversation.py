@@ -5,6 +5,7 @@ is split and that is counted.
 from __future__ import annotations
 
 import asyncio
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -103,7 +104,8 @@ def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_compl
         # Behind them, what the template writes: the end of the message where it was not sampled,
         # and what the environment says.
         ended = "" if sampled[-1:] == (STOP,) else "<|im_end|>"
-        added = f"{ended}\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        as_text = re.sub(r"<(\|(im_end|im_start|endoftext)\|>)", r"< \1", text)
+        added = f"{ended}\n<|im_start|>user\n{as_text}<|im_end|>\n<|im_start|>assistant\n"
         assert following[len(prompt) + len(sampled) :] == encode(added)
 
 

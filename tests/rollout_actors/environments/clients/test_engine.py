@@ -200,7 +200,7 @@ def test_an_answer_that_its_images_have_made_longer_than_this_client_may_take_is
 def test_a_prompt_that_shows_fewer_images_than_the_last_call_has_the_room_that_it_has_alone():
     engines = Expanding()
     many = [{"role": "user", "content": [picture(ONE)] * 4}]
-    few = [shown(TWO), user("<|im_start|>" * 20)]
+    few = [shown(TWO), user("<|coord_7|>" * 20)]
     ask(conversation_over(engines, VISION), few)
     conversation = conversation_over(engines, VISION, max_model_len=len(engines.prompts[0]) + 6)
     assert ask(conversation, many).choices
