@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from jinja2 import TemplateError
+
 from rollout_actors.environments.chat.messages import as_mapping
 from rollout_actors.environments.types import Fields, GivenMessage, Message
 from shared.model_families import IMAGE_PLACEHOLDERS
@@ -79,8 +81,8 @@ class ChatTemplate:
     ) -> str:
         """Return the messages as one text; if `asks`, with the beginning of the next answer.
 
-        A control token in a message that the model did not write gets a blank after its first
-        character, because it would end the message.
+        A control token of the template in a message that the model did not write gets a blank after
+        its first character, because it would end the message.
         """
         text: str = self.tokenizer.apply_chat_template(
             [self._as_data(_for_template(message)) for message in messages],
@@ -196,8 +198,8 @@ class ChatTemplate:
         if not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
-                "a message of a row, a tool or an environment has %s, a control token of the"
-                " tokenizer; prompts have a blank in such tokens, so that the model reads them as"
+                "a message of a row, a tool or an environment has %s, a control token of the chat"
+                " template; prompts have a blank in such tokens, so that the model reads them as"
                 " text",
                 found[0],
             )
@@ -205,14 +207,23 @@ class ChatTemplate:
 
     @cached_property
     def _control_token(self) -> re.Pattern[str]:
-        """Pattern of control tokens; without placeholders of images, which are counted instead."""
-        rests: dict[str, list[str]] = {}
-        for token in control_tokens(self.tokenizer).values():
-            if token not in IMAGE_PLACEHOLDERS:
-                rests.setdefault(token[:2], []).append(re.escape(token[2:]))
-        # By their beginning, so that a `<` in a text is not compared with hundreds of tokens.
-        groups = [f"{re.escape(start)}(?:{'|'.join(rest)})" for start, rest in rests.items()]
-        return re.compile("|".join(groups) or "(?!)")
+        """Pattern of the control tokens with which the chat template writes a conversation.
+
+        Others, such as tokens that were added for an environment, stay as they are. So do
+        placeholders of images, which are counted instead.
+        """
+        tokenizer = self.tokenizer
+        written = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token}"
+        answer = {"role": "assistant", "content": ANSWER_MARKER}
+        with suppress(TemplateError):  # a template that needs other messages
+            turn = [{"role": "user", "content": "?"}, answer]
+            written += str(tokenizer.apply_chat_template(turn, tokenize=False))
+        tokens = [
+            re.escape(token)
+            for token in control_tokens(tokenizer).values()
+            if token in written and token not in IMAGE_PLACEHOLDERS
+        ]
+        return re.compile("|".join(tokens) or "(?!)")
 
     @cached_property
     def _end_of_message(self) -> str | None:

@@ -104,7 +104,7 @@ def test_the_next_turns_prompt_starts_with_exactly_the_previous_prompt_and_compl
         # Behind them, what the template writes: the end of the message where it was not sampled,
         # and what the environment says.
         ended = "" if sampled[-1:] == (STOP,) else "<|im_end|>"
-        as_text = re.sub(r"<(\|(im_end|im_start|endoftext)\|>)", r"< \1", text)
+        as_text = re.sub(r"<(\|(im_end|im_start)\|>)", r"< \1", text)
         added = f"{ended}\n<|im_start|>user\n{as_text}<|im_end|>\n<|im_start|>assistant\n"
         assert following[len(prompt) + len(sampled) :] == encode(added)
 
