@@ -28,7 +28,7 @@ trap 'interrupted=1' INT
 total=$((total / 2)) number=0 failed=() lines=() output=$(mktemp -d)
 trap 'rm -rf "$output"' EXIT
 
-# Notes what became of a stage: its name, when it began and ended, and its exit status.
+# Records the outcome of a stage: its name, when it began and ended, and its exit status.
 note() {
     local outcome=passed
     if (($4)); then
@@ -45,6 +45,7 @@ while (($#)); do
     if [[ ${1:-} == --beside ]]; then
         other=$2
         echo "== $(clock "$began")  stage $((number + 1)) of $total, next to it and printed after it: $other"
+        rm -f "$output/end"
         { nice -n 5 bash -c "$3"; echo "$SECONDS $?" >"$output/end"; } >"$output/printed" 2>&1 &
         shift 3
     fi
@@ -61,7 +62,7 @@ while (($#)); do
     fi
     note "$name" "$began" "$ended" "$status"
     if [[ -n $other ]]; then
-        number=$((number + 1)) ended=$SECONDS status=1 # of a shell that was killed
+        number=$((number + 1)) ended=$SECONDS status=1 # they stay if the shell was killed
         read -r ended status <"$output/end"
         note "$other" "$began" "$ended" "$status"
     fi

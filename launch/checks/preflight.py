@@ -6,17 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 from launch.checks.contents import PreflightReport, check_contents, require_objectives
-from launch.checks.data import (
-    ImageNeeds,
-)
-from launch.checks.host import (
-    compiler_problems,
-    path_problems,
-    version_problems,
-)
+from launch.checks.data import ImageNeeds
+from launch.checks.host import compiler_problems, path_problems, version_problems
 from launch.checks.learner_memory import LOADED, host_estimate, learner_estimate
 from launch.checks.memory import (
     DeviceMemory,
@@ -50,8 +43,6 @@ from shared.config.training import LearnerSection, TrainingSection
 from shared.errors import ConfigError
 from shared.model_families import ModelPart
 from shared.weight_sync.transports import Device
-
-T = TypeVar("T")
 
 
 def preflight(

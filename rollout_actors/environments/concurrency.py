@@ -329,17 +329,17 @@ class _Call:
 
 
 class _Line:
-    """The calls of one event loop that wait for a thread, and what the threads tell the loop."""
+    """The calls of one event loop that wait for a thread, and what its threads run in the loop."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Call] = deque()
         self.num_threads = 0
-        """Threads that run calls of this line one after the other, without given-up functions."""
+        """Number of threads that run calls of this line, without those of given-up functions."""
         self._told: deque[Callable[[], None]] = deque()
         self._is_woken = False
 
     def tell(self, loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
-        """Call `what` in the loop. Waking it costs much, so it wakes once for several of them."""
+        """Call `what` in the loop. Waking the loop is slow, so one wake-up serves several calls."""
         self._told.append(what)
         if not self._is_woken:
             self._is_woken = True
@@ -347,7 +347,7 @@ class _Line:
                 loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:
-        self._is_woken = False  # first, so that whatever is told from now on wakes the loop again
+        self._is_woken = False  # first, so that what threads tell from now on wakes the loop again
         while self._told:
             self._told.popleft()()
 
@@ -387,6 +387,10 @@ class Threads:
         call = _Call(function, name)
         with self._lock:
             if (line := self._lines.get(loop)) is None:
+                # A function that returned after its loop was closed left its answer in the line,
+                # and the answer refers to the loop.
+                for closed in [one for one in self._lines if one.is_closed()]:
+                    del self._lines[closed]
                 line = self._lines[loop] = _Line()
             has_place = line.num_threads < self._most
             if has_place:
@@ -427,9 +431,9 @@ class Threads:
         self._num_busy = 0
 
     def _hand_over(self, line: _Line, call: _Call) -> None:
-        """Give a call to a thread that has none. The caller of this method holds the lock.
+        """Give a call to an idle thread, or to a new one. The caller of this method holds the lock.
 
-        Raises RuntimeError if there is no thread.
+        Raises RuntimeError if no thread can be used.
         """
         hanging = [one.name for one in self._running if one.is_given_up]
         if len(hanging) > self._most_given_up:
@@ -493,7 +497,7 @@ class Threads:
 
     def _serve(self) -> None:
         while True:
-            # no names for line and call, which would keep them until the next
+            # Not assigned to names, which would keep line and call alive until the next call.
             self._run_all(*self._handed_over.get())
 
     def _run_all(self, line: _Line, call: _Call | None) -> None:

@@ -156,7 +156,7 @@ class Examples(Sequence[RolloutInput]):
 
     def __init__(self, rows: Rows, form: PromptFormat, order: Sequence[int] | None = None) -> None:
         """`order`: indices of the rows to use, in this order; None: all rows."""
-        # A DataFrame's index is a column.
+        # The index of a DataFrame selects a column, not a row.
         table: Any = rows
         self._rows: Rows = table.to_dict("records") if hasattr(table, "iterrows") else rows
         self._form = form

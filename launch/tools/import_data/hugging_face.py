@@ -136,8 +136,8 @@ class HuggingFaceImport(ImportOptions):
             return ObjectSkip.MALFORMED
         if isinstance(category, int):
             if self.names is not None and category >= len(names):
-                told = f"are {len(names)}, but the data set has category {category}, counted from 0"
-                raise ConfigError(f"names: {told}; name every category, in order")
+                told = f"{len(names)} are given, but the data set has category {category}"
+                raise ConfigError(f"names: {told}; name every category, in order from 0")
             if not 0 <= category < len(names):
                 return ObjectSkip.UNKNOWN_CATEGORY
             category = names[category]

@@ -61,7 +61,7 @@ def import_data(options: ImportOptions) -> ImportReport:
         if options.check_boxes:
             report.boxes.require_fitting(source.file)
         _require_records(report, options, source.file)
-        _require_one_category_per_name(source, report)
+        named = None if source.categories is None else _distinct_categories(source, report)
         load_dataset(
             lines.name, on_bad_row="error", sort_objects=False, check_images=options.check_images
         )
@@ -69,7 +69,7 @@ def import_data(options: ImportOptions) -> ImportReport:
         if report.no_coco_results is None:
             numbered = number_categories(report.names).items()
             by_name = [{"id": id, "name": name} for name, id in numbered]
-            write_json(categories, by_name if source.categories is None else source.categories)
+            write_json(categories, by_name if named is None else named)
         write_json(counts, report.as_json())
     return report
 
@@ -108,19 +108,23 @@ def _require_records(report: ImportReport, options: ImportOptions, file: Path) -
     )
 
 
-def _require_one_category_per_name(source: Source, report: ImportReport) -> None:
-    """Raise RecordError if two categories have the same name, and objects have it."""
-    ids: dict[object, object] = {}
+def _distinct_categories(source: Source, report: ImportReport) -> list[dict[str, object]]:
+    """Return the source's categories; of several with the same name, the first.
+
+    Raises RecordError if objects have such a name.
+    """
+    distinct: dict[object, dict[str, object]] = {}
     for category in source.categories or ():
-        name, id = category["name"], category["id"]
-        first = ids.setdefault(name, id)
-        if first != id and name in report.names:
+        name = category["name"]
+        first = distinct.setdefault(name, category)
+        if first is not category and name in report.names:
             raise RecordError(
-                f"{first} and {id} are both called {name!r}",
+                f"{first['id']} and {category['id']} are both called {name!r}",
                 field="categories",
                 remedy="rename one: predictions are assigned to categories by name",
                 file=str(source.file),
             )
+    return list(distinct.values())
 
 
 def _records(

@@ -81,8 +81,8 @@ class ChatTemplate:
     ) -> str:
         """Return the messages as one text; if `asks`, with the beginning of the next answer.
 
-        A control token of the template in a message that the model did not write gets a blank after
-        its first character, because it would end the message.
+        If a message that the model did not write has a control token of the template, a space is
+        written after the token's first character. Otherwise the token would end the message.
         """
         text: str = self.tokenizer.apply_chat_template(
             [self._as_data(_for_template(message)) for message in messages],
@@ -175,7 +175,7 @@ class ChatTemplate:
         return end[len(last.stop_text) :] + rendered[len(until) :]
 
     def _as_data(self, message: Message) -> Message:
-        """Return the message without control tokens, if another than the model wrote it."""
+        """Return the message without control tokens; unchanged if the model wrote it."""
         content = message["content"]
         if message.get("role") == "assistant":
             return message
@@ -199,8 +199,8 @@ class ChatTemplate:
             self._has_warned = True
             _LOGGER.warning(
                 "a message of a row, a tool or an environment has %s, a control token of the chat"
-                " template; prompts have a blank in such tokens, so that the model reads them as"
-                " text",
+                " template; prompts have a space after the first character of such tokens, so that"
+                " the model reads them as text",
                 found[0],
             )
         return self._control_token.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
@@ -209,15 +209,12 @@ class ChatTemplate:
     def _control_token(self) -> re.Pattern[str]:
         """Pattern of the control tokens with which the chat template writes a conversation.
 
-        Others, such as tokens that were added for an environment, stay as they are. So do
-        placeholders of images, which are counted instead.
+        Other tokens, such as those that were added for an environment, stay as they are. So do
+        placeholders of images, whose number is checked elsewhere.
         """
         tokenizer = self.tokenizer
         written = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token}"
-        answer = {"role": "assistant", "content": ANSWER_MARKER}
-        with suppress(TemplateError):  # a template that needs other messages
-            turn = [{"role": "user", "content": "?"}, answer]
-            written += str(tokenizer.apply_chat_template(turn, tokenize=False))
+        written += self._example
         tokens = [
             re.escape(token)
             for token in control_tokens(tokenizer).values()
@@ -228,10 +225,22 @@ class ChatTemplate:
     @cached_property
     def _end_of_message(self) -> str | None:
         """Text after the model's last message; None: the template changes the message's text."""
-        answer = {"role": "assistant", "content": ANSWER_MARKER}
-        messages = [{"role": "user", "content": "?"}, answer]
-        _, found, end = self.render(messages, None, asks=False).rpartition(ANSWER_MARKER)
+        _, found, end = self._example.rpartition(ANSWER_MARKER)
         return end if found else None
+
+    @cached_property
+    def _example(self) -> str:
+        """Text of a question and the answer `ANSWER_MARKER`; empty if the template refuses them."""
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_MARKER}]
+        # Some templates need a system message, others refuse it.
+        for messages in (turn, [{"role": "system", "content": "?"}, *turn]):
+            with suppress(TemplateError):
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        messages, tokenize=False, **self.template_args
+                    )
+                )
+        return ""
 
 
 def _for_template(message: GivenMessage) -> Message:

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import to_jsonable_python
 
 from rollout_actors.environments.concurrency import in_thread, name_of, unwrap_partial
 from rollout_actors.environments.types import Arguments, Fields, JsonObject
@@ -195,8 +194,8 @@ class Tool:
                 return item.model_dump(mode="json")
             if isinstance(item, Enum):
                 return item.value
-            if is_dataclass(item):
-                return to_jsonable_python(item, fallback=as_json)
+            if is_dataclass(item) and not isinstance(item, type):
+                return {field.name: getattr(item, field.name) for field in fields(item)}
             text = str(item)
             if _ADDRESS.search(text):
                 raise TypeError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 import threading
 import time
@@ -171,6 +172,24 @@ def test_a_function_that_runs_a_loop_of_its_own_gets_threads_for_the_calls_in_it
         return ran(lambda: threads.call(there, "inner"))
 
     assert ran(lambda: threads.call(outer, "outer")) == "there"
+
+
+def test_a_function_that_returns_after_its_loop_was_closed_does_not_keep_the_loop(hangs):
+    threads = Threads(1)
+
+    async def work() -> weakref.ref[asyncio.AbstractEventLoop]:
+        await cancel(await begun(threads, hangs, "hangs"))
+        return weakref.ref(asyncio.get_running_loop())
+
+    closed = ran(work)
+    hangs.release.set()
+    assert threads.wait(60) == []
+    assert ran(lambda: threads.call(there, "next")) == "there"
+    end_s = time.monotonic() + 60
+    while closed() is not None and time.monotonic() < end_s:
+        gc.collect()
+        time.sleep(0.001)
+    assert closed() is None
 
 
 def test_calls_share_threads_and_a_forked_process_starts_its_own():

@@ -279,6 +279,11 @@ NOT_JSON = "which is not JSON; it must return text, or values that JSON has"
             Painted(Color.RED, date(2026, 1, 2), range(3)),
             '{"color": "red", "day": "2026-01-02", "thing": "range(0, 3)"}',
         ),
+        (
+            Painted(Color.RED, date(2026, 1, 2), {*"fedcba"}),
+            '{"color": "red", "day": "2026-01-02", "thing": ["a", "b", "c", "d", "e", "f"]}',
+        ),
+        ([Painted], f'["{Painted}"]'),
         (date(2026, 1, 2), '"2026-01-02"'),
         ([object()], f"tool returned object, {NOT_JSON}"),
         ((x for x in "ab"), f"tool returned generator, {NOT_JSON}"),

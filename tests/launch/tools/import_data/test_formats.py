@@ -476,7 +476,7 @@ def test_a_hugging_face_data_set_with_other_columns_is_refused_by_their_names(tm
     message = "names: the data set has numbers in category, but no names for them; give the names"
     assert message in refused("format=hf", f"source={source}")
     source = hugging_face(tmp_path / "from_one", None, [{"bbox": [PIXELS] * 2, "category": [1, 2]}])
-    message = "names: are 2, but the data set has category 2, counted from 0; name every category"
+    message = "names: 2 are given, but the data set has category 2; name every category"
     assert message in refused("format=hf", f"source={source}", "names=cat,dog")
     message = "source: /nowhere (split train) cannot be loaded"
     assert message in refused("format=hf", "source=/nowhere")
@@ -1048,6 +1048,17 @@ def test_two_categories_of_one_name_are_refused_by_their_ids(tmp_path, refused):
     folder = yolo_folder(tmp_path / "yolo", names="{0: cat, 1: dog, 2: cat}")
     error = refused("format=yolo", f"source={folder}")
     assert "categories: 0 and 2 are both called 'cat'; rename one: predictions are" in error
+
+
+def test_of_unused_categories_of_one_name_the_first_is_kept_for_the_export(tmp_path, run):
+    """Lists of COCO's 91 categories call the unused ones N/A."""
+    run("yolo", source=yolo_folder(tmp_path / "yolo", names="{0: cat, 1: a dog, 2: N/A, 3: N/A}"))
+    (path,) = tmp_path.rglob("*.categories.json")
+    assert json.loads(path.read_text()) == [
+        {"id": 0, "name": "cat"},
+        {"id": 1, "name": "a dog"},
+        {"id": 2, "name": "N/A"},
+    ]
 
 
 def test_a_source_without_one_record_is_refused_with_the_first_image(tmp_path, refused):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +58,18 @@ def chat_of(template: str = CHATML, **kwargs: Any) -> ChatTemplate:
 
 
 def previous_call(
-    chat: ChatTemplate, sampled: str, *, stop: str = STOP, content: str | None = None
+    chat: ChatTemplate,
+    sampled: str,
+    *,
+    stop: str = STOP,
+    content: str | None = None,
+    asked: Sequence[dict[str, Any]] = ASKED,
 ) -> PreviousCall:
-    """Answer `ASKED` with `sampled`, of which the environment is told `content`."""
-    rendered = chat.render(ASKED, None)
+    """Answer `asked` with `sampled`, of which the environment is told `content`."""
+    rendered = chat.render(asked, None)
     return PreviousCall(
         rendered=rendered,
-        num_messages=len(ASKED),
+        num_messages=len(asked),
         token_ids=chat.encode(rendered) + chat.encode(sampled) + chat.encode(stop),
         text=sampled,
         stop_token_id=chat.encode(stop)[0] if stop else None,
@@ -113,6 +119,14 @@ def test_what_the_template_adds_follows_the_sampled_tokens(template, sampled, st
     chat = chat_of(template)
     last = previous_call(chat, sampled, stop=stop)
     assert added_to(chat, last, [*ASKED, assistant(sampled), MORE]) == added
+
+
+def test_a_template_that_needs_a_system_message_continues_an_answer_that_it_trims():
+    needs = "{%- if messages[0].role != 'system' %}{{ raise_exception('none') }}{%- endif %}\n"
+    chat = chat_of(needs + TRIMMING)
+    asked = [{"role": "system", "content": "Be brief."}, *ASKED]
+    last = previous_call(chat, "  red \n", asked=asked)
+    assert added_to(chat, last, [*asked, assistant("  red \n"), MORE]) == NEXT
 
 
 def test_tokens_are_kept_as_they_were_sampled_though_the_text_has_others():
