@@ -108,7 +108,8 @@ class YoloImport(ImportOptions):
             raise RecordError(
                 f"names {len(labels_of)} images, but none has a label file (first: {min(used)})",
                 field=self.split,
-                remedy="put the labels there, in `labels` next to `images`, or next to the images",
+                remedy="put the labels there, in `labels` next to `images`, or next to the images"
+                " (empty files for images without objects)",
                 file=str(self.source),
             )
         for place in places:
