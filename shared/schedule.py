@@ -118,11 +118,12 @@ class RunSchedule:
     def evaluates_before(self, step: int) -> bool:
         """Return whether the held-out set is evaluated with the weights at the start of the step.
 
-        It is evaluated after the warm-up (without a warm-up: before the first step), after every
-        `training.eval_steps` steps, and at the end of the run.
+        It is evaluated after the warm-up (without a warm-up: before the first step) unless
+        `training.eval_on_start` is false, after every `training.eval_steps` steps, and at the end
+        of the run.
         """
-        every = self._config.training.eval_steps
-        due = step in (self._warmup_steps, self.max_steps) or (
-            every is not None and step > 0 and step % every == 0
-        )
-        return self._config.has_held_out and due
+        training = self._config.training
+        starts = training.eval_on_start and step == self._warmup_steps
+        every = training.eval_steps
+        due = every is not None and step > 0 and step % every == 0
+        return self._config.has_held_out and (starts or due or step == self.max_steps)

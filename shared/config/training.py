@@ -178,8 +178,11 @@ class TrainingSection(Section):
     """Micro-steps per update; null: as many as `effective_batch_size` needs, or 1."""
     eval_steps: PositiveInt | None = None
     """Evaluate after every this many steps, on `data.val` or the environment's held-out examples.
-    Reports are always made at the end of the channel-A warm-up (without one: before the first step)
-    and at the end of the run. null: only these two."""
+    A report is always made at the end of the run. null: only this one, and that of
+    `eval_on_start`."""
+    eval_on_start: bool = True
+    """Also evaluate at the end of the channel-A warm-up (without one: before the first step).
+    false: training starts sooner, but no report says how good the model was before."""
     optimizer: Literal["adamw_torch", "adamw_bnb_8bit", "adamw_offload", "adamw_offload_all"] = (
         "adamw_torch"
     )

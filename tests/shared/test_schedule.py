@@ -38,6 +38,9 @@ def schedule(**changes) -> RunSchedule:
         (100, {}, [4, 10]),
         # Without a warm-up the first is of the weights that the run starts from.
         (6, {WARM_UP: 0}, [0, 6, 10]),
+        (6, {WARM_UP: 0, "training__eval_on_start": False}, [6, 10]),
+        (2, {"training__eval_on_start": False}, [2, 4, 6, 8, 10]),
+        (None, {**OF_ENVIRONMENT, "training__eval_on_start": False}, [10]),
         (None, {"data__val": None}, []),
         (None, OF_ENVIRONMENT, [0, 10]),
         (4, OF_ENVIRONMENT, [0, 4, 8, 10]),
