@@ -174,8 +174,7 @@ def test_trajectories_are_learned_on_the_engines_of_the_main_job_and_from_no_sam
     main = loaded(MAIN)
     run = loaded("+experiment=env_3v1")
     assert run.custom.trainer_variant is TrainerVariant.TRAJECTORY_PG
-    assert run.rollout_matching.vllm.actors == main.rollout_matching.vllm.actors
-    assert run.learner == main.learner
+    assert (run.rollout_matching.vllm, run.learner) == (main.rollout_matching.vllm, main.learner)
     assert (run.data.train, run.data.val) == (None, None)
     assert RunSchedule(run).evaluates_before(0), "what the reward rises from"
     assert remarks(run) == ()
