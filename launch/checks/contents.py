@@ -28,13 +28,13 @@ from shared.errors import ConfigError, RecordError
 T = TypeVar("T")
 CODE = [Path(__file__).parents[2] / name for name in ("launch", "learner", "shared")]
 """Folders of this package whose modules decide the result of the checks."""
-_OF_UPDATES = {
+_UPDATE_KEYS = {
     *("learning_rate", "lr_warmup_steps", "lr_schedule", "min_lr_ratio", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_nonfinite_updates"),
 }
 NOT_READ: dict[str, bool | set[str]] = {
     **dict.fromkeys(("telemetry", "checkpoint", "resume", "cluster", "timeouts"), True),
-    "training": _OF_UPDATES,
+    "training": _UPDATE_KEYS,
 }
 """Keys of the configuration that do not decide the result of the checks."""
 _KEPT: TypeAdapter[tuple[list[str], DataFacts | None]] = TypeAdapter(

@@ -4,8 +4,8 @@
 
 RUN is the folder of a run, which may still go on, or of a sweep: then the page has all its trials.
 The page is one file, with curves, findings, faults, held-out reports, differences of the
-configurations, and the newest rollouts; `step=N` has those of step N instead. With `port=N` the
-page is served at http://127.0.0.1:N, where every step and sample of the runs can be opened, and
+configurations, and the newest rollouts; `step=N` has the rollouts of step N instead. With `port=N`
+the page is served at http://127.0.0.1:N, where every step and sample of the runs can be opened, and
 reloading shows new steps.
 """
 

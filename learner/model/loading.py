@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
@@ -56,17 +56,17 @@ from shared.model_families import (
 )
 from shared.tokens.fresh import FILE, REMEDY, FreshTokens
 from shared.tokens.hf_codec import (
+    EXAMPLE_ANSWER,
     HFTokenCodec,
     MissingTokensError,
     control_tokens,
+    example_conversation,
     find_control_token,
 )
 from shared.tokens.pictures import pictures_of, pixel_limits
 
 _LAYERS_WITHOUT_STATE = {"full_attention", "sliding_attention", "chunked_attention"}
 """Values of `layer_types` in a configuration of transformers whose layers keep no state."""
-_ANSWER = "the-model-said-this"
-"""A text that stands for an answer, to find what a chat template writes after answers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -169,17 +169,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     Raises jinja2's TemplateSyntaxError if the chat template is not valid.
     """
     if tokenizer.chat_template is not None:
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        text = ""
-        # Some templates need a system message, others refuse it.
-        for messages in (turn, [{"role": "system", "content": "?"}, *turn]):
-            try:
-                text = text or tokenizer.apply_chat_template(messages, tokenize=False)
-            except TemplateSyntaxError:
-                raise
-            except TemplateError:
-                continue
-        after = text.rpartition(_ANSWER)[2]
+        after = example_conversation(tokenizer).rpartition(EXAMPLE_ANSWER)[2]
         found = [(after.find(token), token) for token in control_tokens(tokenizer).values()]
         if ends := [one for one in found if one[0] >= 0]:
             return min(ends)[1]

@@ -246,7 +246,7 @@ class BeamScores(_LogprobProcessor):
     It keeps the log-probabilities of the likeliest next tokens of each beam.
     """
 
-    # transformers passes log-probabilities, so a repetition penalty multiplies those of all seen
+    # transformers passes log-probabilities, so a repetition penalty multiplies them for all seen
     # tokens. In vLLM it divides positive logits instead.
 
     def __init__(self, decode: DecodeSettings, prompts: Sequence[Sequence[int]]) -> None:
@@ -451,7 +451,7 @@ class HFBackend:
         texts: StopTexts | None = None,
     ) -> GenerateDecoderOnlyOutput | GenerateBeamDecoderOnlyOutput:
         # `generate` takes values that are omitted here from the model's own configuration, which
-        # has those of the checkpoint's generation_config.json. Engines do not use that file.
+        # was read from the checkpoint's generation_config.json. Engines do not use that file.
         self._host.model.generation_config = GenerationConfig()
         config = GenerationConfig(
             do_sample=False,

@@ -328,28 +328,30 @@ class _Call:
             self.answer.set_exception(error)
 
 
-class _Line:
-    """The calls of one event loop that wait for a thread, and what its threads run in the loop."""
+class _LoopQueue:
+    """The calls of an event loop that wait for a thread, and the callbacks of its threads."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Call] = deque()
         self.num_threads = 0
-        """Number of threads that run calls of this line, without those of given-up functions."""
-        self._told: deque[Callable[[], None]] = deque()
+        """Number of threads that run calls of this queue, given-up functions not counted."""
+        self._callbacks: deque[Callable[[], None]] = deque()
         self._is_woken = False
 
-    def tell(self, loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
-        """Call `what` in the loop. Waking the loop is slow, so one wake-up serves several calls."""
-        self._told.append(what)
+    def call_in_loop(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Call `callback` in the loop. Waking the loop is slow: one wake-up serves several."""
+        self._callbacks.append(callback)
         if not self._is_woken:
             self._is_woken = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._take)
+                loop.call_soon_threadsafe(self._run_callbacks)
 
-    def _take(self) -> None:
-        self._is_woken = False  # first, so that what threads tell from now on wakes the loop again
-        while self._told:
-            self._told.popleft()()
+    def _run_callbacks(self) -> None:
+        self._is_woken = (
+            False  # first, so that a callback that comes from now on wakes the loop again
+        )
+        while self._callbacks:
+            self._callbacks.popleft()()
 
 
 class Threads:
@@ -386,22 +388,22 @@ class Threads:
         loop = asyncio.get_running_loop()
         call = _Call(function, name)
         with self._lock:
-            if (line := self._lines.get(loop)) is None:
-                # A function that returned after its loop was closed left its answer in the line,
+            if (queue := self._queues.get(loop)) is None:
+                # A function that returned after its loop was closed left its answer in the queue,
                 # and the answer refers to the loop.
-                for closed in [one for one in self._lines if one.is_closed()]:
-                    del self._lines[closed]
-                line = self._lines[loop] = _Line()
-            has_place = line.num_threads < self._most
+                for closed in [one for one in self._queues if one.is_closed()]:
+                    del self._queues[closed]
+                queue = self._queues[loop] = _LoopQueue()
+            has_place = queue.num_threads < self._most
             if has_place:
-                self._hand_over(line, call)
+                self._hand_over(queue, call)
             else:
-                line.waiting.append(call)
+                queue.waiting.append(call)
         call.count(waiting=not has_place, running=has_place)
         try:
             return cast("T", await call.answer)
         except asyncio.CancelledError:
-            self._leave(line, call)
+            self._leave(queue, call)
             raise
         finally:
             call.count()
@@ -425,12 +427,12 @@ class Threads:
         self._running.clear()
         # New ones, because the parent's may have been locked at the fork.
         self._lock = threading.Lock()
-        self._handed_over: SimpleQueue[tuple[_Line, _Call]] = SimpleQueue()
-        self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
+        self._handed_over: SimpleQueue[tuple[_LoopQueue, _Call]] = SimpleQueue()
+        self._queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopQueue] = WeakKeyDictionary()
         self._num_threads = 0
         self._num_busy = 0
 
-    def _hand_over(self, line: _Line, call: _Call) -> None:
+    def _hand_over(self, queue: _LoopQueue, call: _Call) -> None:
         """Give a call to an idle thread, or to a new one. The caller of this method holds the lock.
 
         Raises RuntimeError if no thread can be used.
@@ -454,28 +456,28 @@ class Threads:
                 ) from error
             self._num_threads += 1
         self._num_busy += 1
-        line.num_threads += 1
+        queue.num_threads += 1
         self._running.add(call)
-        self._handed_over.put((line, call))
+        self._handed_over.put((queue, call))
 
-    def _leave(self, line: _Line, call: _Call) -> None:
-        """Take a call out of its line, or give its function up and replace the thread."""
+    def _leave(self, queue: _LoopQueue, call: _Call) -> None:
+        """Take a call out of its queue, or give its function up and replace the thread."""
         with self._lock:
-            if call in line.waiting:
-                line.waiting.remove(call)
+            if call in queue.waiting:
+                queue.waiting.remove(call)
             if call not in self._running:
                 return
             call.is_given_up = True
-            line.num_threads -= 1
-            while line.waiting:
+            queue.num_threads -= 1
+            while queue.waiting:
                 try:
-                    self._hand_over(line, line.waiting[0])
+                    self._hand_over(queue, queue.waiting[0])
                 except RuntimeError as error:
-                    if line.num_threads:
-                        break  # the line's other threads will run them
-                    line.waiting.popleft().resolve(None, error)
+                    if queue.num_threads:
+                        break  # the queue's other threads will run them
+                    queue.waiting.popleft().resolve(None, error)
                 else:
-                    line.waiting.popleft()
+                    queue.waiting.popleft()
                     break
         self._note_given_up(call)
 
@@ -497,19 +499,19 @@ class Threads:
 
     def _serve(self) -> None:
         while True:
-            # Not assigned to names, which would keep line and call alive until the next call.
+            # Not assigned to names, which would keep queue and call alive until the next call.
             self._run_all(*self._handed_over.get())
 
-    def _run_all(self, line: _Line, call: _Call | None) -> None:
-        """Run a call, and then the calls that wait in its line."""
+    def _run_all(self, queue: _LoopQueue, call: _Call | None) -> None:
+        """Run a call, and then the calls that wait in its queue."""
         while call is not None:
-            call = self._run(line, call)
+            call = self._run(queue, call)
 
-    def _run(self, line: _Line, call: _Call) -> _Call | None:
+    def _run(self, queue: _LoopQueue, call: _Call) -> _Call | None:
         """Run a call, and return the call that its thread runs next."""
         loop = call.answer.get_loop()
         if call.limits:
-            line.tell(loop, call.begin)
+            queue.call_in_loop(loop, call.begin)
         value: object = None
         error: BaseException | None = None
         try:
@@ -520,13 +522,13 @@ class Threads:
         # Before the answer, so that the caller's next call finds this thread free.
         with self._lock:
             self._running.discard(call)
-            if line.waiting and not call.is_given_up:
-                following = line.waiting.popleft()
+            if queue.waiting and not call.is_given_up:
+                following = queue.waiting.popleft()
                 self._running.add(following)
             else:
                 self._num_busy -= 1
-                line.num_threads -= not call.is_given_up
-        line.tell(loop, partial(call.resolve, value, error))
+                queue.num_threads -= not call.is_given_up
+        queue.call_in_loop(loop, partial(call.resolve, value, error))
         return following
 
 

@@ -367,7 +367,7 @@ def relative_steps(state: State) -> list[int]:
 
 
 def give_to_steps(state: State) -> None:
-    """Copy a rollout's reward and advantage to those of its model calls that have none.
+    """Copy a rollout's reward and advantage to its model calls that have none.
 
     Values that a rubric or an environment has set for single model calls are kept. If the rollout's
     values change later, call this function again: it replaces the earlier copies.

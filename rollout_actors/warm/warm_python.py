@@ -100,7 +100,7 @@ def started_early(
 ) -> Iterator[None]:
     """Start this run's warm server now, and end it with the `with` block.
 
-    Otherwise its first fork starts it, and waits for all its imports. `variables` are those of
+    Otherwise its first fork starts it, and waits for all its imports. For `variables` see
     `VARIABLES`. Nothing is done if the environment already names a folder.
     """
     if FOLDER in os.environ:

@@ -178,8 +178,8 @@ class TrainingSection(Section):
     """Micro-steps per update; null: as many as `effective_batch_size` needs, or 1."""
     eval_steps: PositiveInt | None = None
     """Evaluate after every this many steps, on `data.val` or the environment's held-out examples.
-    A report is always made at the end of the run. null: only this one, and that of
-    `eval_on_start`."""
+    A report is always made at the end of the run. null: only then, and as `eval_on_start`
+    says."""
     eval_on_start: bool = True
     """Also evaluate at the end of the channel-A warm-up (without one: before the first step).
     false: training starts sooner, but no report says how good the model was before."""

@@ -13,6 +13,9 @@ from typing import Any
 from shared.model_families import END_OF_TURN, IMAGE_PLACEHOLDERS, TILE_PLACEHOLDERS
 from shared.tokens.vocabulary import COORD_TOKENS, TokenCodec
 
+EXAMPLE_ANSWER = "the-model-said-this"
+"""A text that stands for an answer, to find the text that a chat template writes after answers."""
+
 ADD_TOKENS = "`rollmatch add-coord-tokens model=STOCK_FOLDER out=NEW_FOLDER`"
 
 LACKING = (
@@ -122,6 +125,27 @@ def control_tokens(tokenizer: Any) -> dict[int, str]:
         )
         and _COORD_NAME.fullmatch(token.content) is None
     }
+
+
+def example_conversation(tokenizer: Any, **template_args: object) -> str:
+    """Return a question and the answer `EXAMPLE_ANSWER` as the chat template writes them.
+
+    Returns an empty text if the template refuses such messages. Raises jinja2's TemplateSyntaxError
+    if it is not valid.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    answer = {"role": "assistant", "content": EXAMPLE_ANSWER}
+    turn = [{"role": "user", "content": "?"}, answer]
+    # Some templates need a system message, others refuse it.
+    for messages in (turn, [{"role": "system", "content": "?"}, *turn]):
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **template_args))
+        except TemplateSyntaxError:
+            raise
+        except TemplateError:
+            continue
+    return ""
 
 
 def find_control_token(text: str, tokens: Iterable[str]) -> str | None:

@@ -1,6 +1,6 @@
 """Extraction of the model's message and its tokens from a response of the OpenAI API.
 
-The tokens are those of the engine; nothing is tokenised again.
+The tokens are the engine's own; nothing is tokenised again.
 """
 
 from __future__ import annotations

@@ -15,20 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from jinja2 import TemplateError
-
 from rollout_actors.environments.chat.messages import as_mapping
 from rollout_actors.environments.types import Fields, GivenMessage, Message
 from shared.model_families import IMAGE_PLACEHOLDERS
-from shared.tokens.hf_codec import control_tokens
+from shared.tokens.hf_codec import EXAMPLE_ANSWER, control_tokens, example_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOGGER = logging.getLogger(__name__)
-
-ANSWER_MARKER = "the-model-said-this"
-"""A text that stands for an answer, to find the text that a chat template writes after answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,22 +220,12 @@ class ChatTemplate:
     @cached_property
     def _end_of_message(self) -> str | None:
         """Text after the model's last message; None: the template changes the message's text."""
-        _, found, end = self._example.rpartition(ANSWER_MARKER)
+        _, found, end = self._example.rpartition(EXAMPLE_ANSWER)
         return end if found else None
 
     @cached_property
     def _example(self) -> str:
-        """Text of a question and the answer `ANSWER_MARKER`; empty if the template refuses them."""
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER_MARKER}]
-        # Some templates need a system message, others refuse it.
-        for messages in (turn, [{"role": "system", "content": "?"}, *turn]):
-            with suppress(TemplateError):
-                return str(
-                    self.tokenizer.apply_chat_template(
-                        messages, tokenize=False, **self.template_args
-                    )
-                )
-        return ""
+        return example_conversation(self.tokenizer, **self.template_args)
 
 
 def _for_template(message: GivenMessage) -> Message:
