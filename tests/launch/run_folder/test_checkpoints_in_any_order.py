@@ -79,6 +79,8 @@ class RunInAnyOrder(RuleBasedStateMachine):
         # The history since the start, or since what a resumption has found.
         self.periodic: dict[int, bool] = {}
         """Complete checkpoints of steps, and whether they are periodic."""
+        self.due: set[int] = set()
+        """Steps after which a periodic checkpoint was due."""
         self.scores: dict[int, float | None] = {}
         self.final: int | None = None
         self.early: tuple[int, str] | None = None
@@ -116,6 +118,8 @@ class RunInAnyOrder(RuleBasedStateMachine):
         step = self.step
         is_due = self.section.save_steps is not None and step % self.section.save_steps == 0
         self.periodic.pop(step, None)
+        if is_due:
+            self.due.add(step)
         if self._act(lambda checkpoints: checkpoints.after_step(step)):
             assert self._is_saved(step) == is_due
 
@@ -312,8 +316,7 @@ class RunInAnyOrder(RuleBasedStateMachine):
             number = int(name.rpartition("_")[2]) if "_" in name else self.learner.finished
             self.early = None
             if name.startswith("step_"):
-                every = self.section.save_steps
-                self.periodic[number] = every is not None and number % every == 0 and number > 0
+                self.periodic[number] = number in self.due
             elif name == "checkpoint":
                 self.final = number
             else:
@@ -324,6 +327,7 @@ class RunInAnyOrder(RuleBasedStateMachine):
     def _remember(self, entries: list[Entry]) -> None:
         """Begin the history with the checkpoints that a resumption finds."""
         self.periodic = {}
+        self.due = set()
         self.scores = {}
         self.final = self.early = None
         self.num_noted = len(self.learner.saves)
