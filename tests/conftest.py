@@ -73,6 +73,10 @@ def pytest_terminal_summary(
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    # Hypothesis draws constants of every module of ours that a process has happened to import, so a
+    # test's examples would depend on the tests before it.
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        providers.is_local_module_file = lambda _: False  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

@@ -156,13 +156,23 @@ class RunInAnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def exit(self) -> None:
-        def leave(_: Checkpoints) -> None:
-            begun = self._begun_step()
+        assert self.checkpoints is not None
+        begun = self._begun_step()
+        disk_is_full = self.learner.refusals > 0
+        early_reason = None
+        try:
             self.context.__exit__(None, None, None)
             assert begun is None or begun in self._complete_steps()
-
-        if self._act(leave):
-            self.checkpoints = None
+        except StorageError:
+            assert disk_is_full
+            early_reason = "failed"
+        except KeyboardInterrupt:  # while the last update was saved: the command ends at once
+            assert disk_is_full
+            early_reason = "failed"
+            self.killed = True
+        self.checkpoints = None
+        self._note(early_reason)
+        self._end_the_learner()
 
     @precondition(lambda self: self.alive)
     @rule(is_named=st.booleans())
@@ -303,11 +313,14 @@ class RunInAnyOrder(RuleBasedStateMachine):
         assert name not in saved or (wanted and not was_there)
         if isinstance(error, LostLearnerError):
             assert not saved
+        self._end_the_learner()
+
+    def _end_the_learner(self) -> None:
+        """The learner's process ends with the run, and the disk has space again."""
         if self.learner.begun is not None:
-            # The learner's process ends with the run.
             folder, _ = self.learner.begun
-            shutil.rmtree(folder.with_name(f"{folder.name}.partial"), ignore_errors=given_up)
-            self.learner.begun = None
+            shutil.rmtree(folder.with_name(f"{folder.name}.partial"), ignore_errors=True)
+        self.learner.begun = self.learner.interrupted = None
         self.learner.refusals = 0
 
     def _note(self, early_reason: str | None) -> None:
