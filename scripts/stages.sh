@@ -4,6 +4,7 @@
 # Runs each COMMAND (a line for bash), prints its name and the time so far when it begins, and continues with the next one if it fails.
 # The command of --beside runs next to the stage before it, at a lower priority, and its output is printed after that stage's.
 # At the end it prints how long each command took, what failed and what was left out. The exit status is 1 if a command failed.
+# Commands may append the names of failed tests to the file $FAILED_TESTS. It is printed last, where a log that is too long is not cut.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,6 +28,7 @@ trap 'interrupted=1' INT
 
 total=$((total / 2)) number=0 failed=() lines=() output=$(mktemp -d)
 trap 'rm -rf "$output"' EXIT
+export FAILED_TESTS=$output/failed_tests
 
 # Records the outcome of a stage: its name, when it began and ended, and its exit status.
 note() {
@@ -75,5 +77,6 @@ if [[ -n $not_run ]]; then
 fi
 if ((${#failed[@]})); then
     printf '== failed: %s\n' "${failed[@]}" >&2
+    [[ ! -e $FAILED_TESTS ]] || sed 's/^/   /' "$FAILED_TESTS" >&2
     exit 1
 fi

@@ -64,11 +64,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Starts are what a session with engines costs, so it says how many there were."""
+    """Write how many processes were started, and failed tests also to `scripts/stages.sh`."""
     if started := config.stash[_STARTED].stop():
         terminalreporter.write_line(
             "started: " + ", ".join(f"{number} {kind}" for kind, number in sorted(started.items()))
         )
+    if path := os.environ.get("FAILED_TESTS"):
+        stats = terminalreporter.stats
+        failed = [*stats.get("failed", []), *stats.get("error", [])]
+        with Path(path).open("a", encoding="utf-8") as file:
+            for report in failed:
+                errors = [line for line in report.longreprtext.splitlines() if line[:2] == "E "]
+                file.write("\n".join([report.nodeid, *errors[:3]]) + "\n")
 
 
 def pytest_collection_finish() -> None:

@@ -30,11 +30,11 @@ def test_stages_are_named_as_they_begin_and_what_is_left_out_at_the_end():
 
 
 def test_a_stage_that_fails_does_not_keep_the_next_from_running_and_is_told_at_the_end():
-    done = run("one", "exit 3", "two", "echo second")
+    done = run("one", "echo a test >>$FAILED_TESTS; exit 3", "two", "echo second")
     assert done.returncode == 1
     assert "second" in done.stdout.splitlines()
     assert "FAILED (exit status 3)" in done.stdout
-    assert done.stderr == "== failed: one\n"
+    assert done.stderr == "== failed: one\n   a test\n"
 
 
 def test_a_stage_runs_next_to_the_one_before_it_and_is_printed_and_counted_after_it(tmp_path):
