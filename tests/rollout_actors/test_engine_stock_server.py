@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import signal
-import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -135,30 +135,38 @@ def test_after_a_load_that_failed_another_run_can_take_the_server_and_so_can_thi
 
 
 def test_a_cancelled_share_ends_in_the_server_too(
-    client: StockClient, routes: StockRoutes, learner: SmallLearner
+    pool: OneServer,
+    client: StockClient,
+    routes: StockRoutes,
+    server: StockProcess,
+    learner: SmallLearner,
 ) -> None:
+    num_tokens = 400
     requests = [
-        learner.request(position, temperature=1.0, max_new_tokens=400) for position in range(8)
+        learner.request(position, temperature=1.0, max_new_tokens=num_tokens)
+        for position in range(8)
     ]
     requests = [
         replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests
     ]
 
-    async def seconds() -> tuple[float, float]:
-        started = time.perf_counter()
-        await client.generate(requests)
-        whole_s = time.perf_counter() - started
-        share = asyncio.create_task(client.generate(requests))
-        await asyncio.sleep(whole_s / 4)
-        share.cancel()
-        started = time.perf_counter()
-        await routes.pause_generation(mode="wait", clear_cache=False)
-        waited_s = time.perf_counter() - started
-        await routes.resume_generation()
-        return whole_s, waited_s
+    def generated() -> float:
+        with urllib.request.urlopen(f"{server.address().base_url}/metrics", timeout=30) as metrics:
+            lines = metrics.read().decode().splitlines()
+        counts = [line for line in lines if line.startswith("vllm:generation_tokens_total")]
+        return sum(float(line.rpartition(" ")[2]) for line in counts)
 
-    whole_s, waited_s = asyncio.run(seconds())
-    assert waited_s < whole_s / 2
+    async def cancel_when_it_is_under_way() -> None:
+        share = asyncio.create_task(client.generate(requests))
+        while await asyncio.to_thread(generated) == before:
+            assert not share.done()
+        share.cancel()
+        await routes.pause_generation(mode="wait", clear_cache=False)
+        await routes.resume_generation()
+
+    before = generated()
+    asyncio.run(asyncio.wait_for(cancel_when_it_is_under_way(), 60))
+    assert 0 < generated() - before < len(requests) * num_tokens
 
 
 def test_a_server_that_was_started_otherwise_is_refused_with_every_argument_that_differs(
