@@ -145,10 +145,12 @@ def ray_cluster() -> Iterator[None]:
     """Start a cluster of this session's own, which believes that it has 8 CPUs."""
     import ray
 
+    from launch.processes.ray_connection import waiting_for_registration
+
     folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")  # short, because sockets live in it
     # An actor with a `runtime_env` would find the tests' modules too, but never a waiting process.
     modules = [str(Path(__file__).parent / name) for name in ("fakes", "fixtures")]
-    with pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment, waiting_for_registration():
         environment.setenv("PYTHONPATH", os.pathsep.join(modules), prepend=os.pathsep)
         ray.init(
             address="local",

@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from launch.checks.host import needs_ray_token, ray_folder, ray_token_file
 from launch.processes.placement import Resources
@@ -30,6 +31,8 @@ LISTEN_S = 5.0
 """Limit in seconds to open a connection to the address of a Ray cluster."""
 ANSWER_S = 60.0
 """Limit in seconds for the Ray cluster to answer. The time begins after Ray has been imported."""
+REGISTER_S = 120.0
+"""Limit in seconds for the processes of a cluster that Ray starts for a run to find each other."""
 _CHECK_OWN = (
     "check that this machine has memory and disk for Ray (`free -h`, `df -h /tmp`), or train in one"
     " process (cluster=local)"
@@ -128,8 +131,9 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
 
     # A signal to this process's group must not end the learner, which then saves the weights.
     place = starting_in_another_group() if address == "local" else nullcontext()
+    patience = waiting_for_registration() if address == "local" else nullcontext()
     try:
-        with place, deaf_to_hangup():
+        with place, deaf_to_hangup(), patience:
             context = ray.init(
                 address=address, log_to_driver=False, logging_level="error", **options
             )
@@ -138,15 +142,42 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
         kind = f"{type(error).__name__}: " if isinstance(error, AuthenticationError) else ""
         raise _no_cluster(address, f"{kind}{error}") from error
     except Exception as error:
-        # Ray has no class for this error, and its limit of 30 s cannot be changed.
+        # Ray has no class for this error.
         if "timed out during startup" not in str(error):
             raise
         raise ConfigError(
-            "cluster.address: Ray's own processes did not start within Ray's limit of 30 s;"
+            f"cluster.address: Ray's own processes did not start within {REGISTER_S:g} s;"
             " end other work on this machine (`ps aux --sort=-%cpu`), and start the run again"
         ) from error
     logs = Path(context.address_info["session_dir"]) / "logs"
     return Session(logs, tuple(who_gets_in(context.dashboard_url)))
+
+
+@contextmanager
+def waiting_for_registration() -> Iterator[None]:
+    """Let `ray.init` wait `REGISTER_S` seconds for its own node.
+
+    Ray has no setting for its limit of 30 s, which a start on a busy machine exceeds.
+    """
+    from ray._private import services
+
+    get_node = services.get_node
+    until_s = time.monotonic() + REGISTER_S
+
+    def patient_get_node(gcs_address: str, node_id: str) -> dict[str, Any]:
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it has not registered yet
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = patient_get_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 def _private_ray_folder(cluster: ClusterSection) -> Path:

@@ -44,7 +44,7 @@ def undisturbed(orphans_are_adopted, tmp_path_factory, warm_checkpoint, demo_dat
             "telemetry.loggers=[jsonl,tensorboard]",
         )
         run = start(folder, warm_checkpoint, demo_data, *changes, *SHORT)
-        assert run.process.wait(timeout=300) == 0, run.output
+        assert run.process.wait(timeout=600) == 0, run.output
         run.assert_nothing_left()
     return run
 
@@ -149,7 +149,7 @@ def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_
     run.wait_for("step    1/500")
     time.sleep(2.0)  # into the first round
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(timeout=60) == 130, run.output
+    assert run.process.wait(timeout=240) == 130, run.output
     run.assert_nothing_left()
     assert f"saved     {run.run_dir / 'checkpoint_interrupted_000001'}" in run.output, run.output
     assert f"resume={run.run_dir}`" in run.output
@@ -185,11 +185,11 @@ def test_a_run_that_is_struck_by_four_faults_has_the_ledger_of_the_undisturbed_o
     for pid in run.processes():
         with suppress(ProcessLookupError):  # Ray ends the others of a killed one
             os.kill(pid, signal.SIGKILL)
-    run.process.wait(timeout=60)
+    run.process.wait(timeout=240)
     run.assert_nothing_left()
 
     again = command(*SHORT, *faults, "resume=auto")
-    assert again.process.wait(timeout=200) == 0, again.output
+    assert again.process.wait(timeout=400) == 0, again.output
     again.assert_nothing_left()
     ledgers = [(one.run_dir / "ledger.jsonl").read_bytes() for one in (again, undisturbed)]
     assert ledgers[0] == ledgers[1]
@@ -214,7 +214,7 @@ def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_and_a_signal_its_r
         f"{processes}\n{run.output}"
     )
     os.kill(run.process_called("EngineActor"), signal.SIGKILL)
-    assert run.process.wait(timeout=120) == 1, run.output
+    assert run.process.wait(timeout=240) == 1, run.output
     run.assert_nothing_left()
     assert re.search(r"on rollout-actor-\d: its process has ended", run.output)
     assert "Traceback" not in run.output
@@ -228,10 +228,10 @@ def test_where_nobody_is_replaced_a_killed_actor_ends_the_run_and_a_signal_its_r
     (server,) = filter(is_warm_server, psutil.Process(again.process.pid).children())
     (of_server,) = [Path(word) for word in server.cmdline() if word.startswith("/tmp/rollmatch-")]
     os.killpg(again.process.pid, signal.SIGHUP)  # as a closed terminal: Ray must not hear it
-    assert again.process.wait(timeout=60) == 130, again.output
+    assert again.process.wait(timeout=240) == 130, again.output
     again.assert_nothing_left()
     assert "interrupted" in again.output
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     # the run's own server stays for some seconds
     while of_server.exists():
         assert time.monotonic() < deadline

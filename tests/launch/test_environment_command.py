@@ -50,7 +50,7 @@ def by_actors(orphans_are_adopted, tmp_path_factory, checkpoint):
             "environment.num_actors=2",
             experiment="env_3v1",
         )
-        assert run.process.wait(timeout=300) == 0, run.output
+        assert run.process.wait(timeout=600) == 0, run.output
         run.assert_nothing_left()
     return run
 
@@ -112,7 +112,7 @@ def test_a_text_model_of_another_family_is_checked_served_synced_and_saved(
         *("training.eval_steps=null", "training.effective_batch_size=32", cluster),
     ]
     run = start_command(tmp_path, model, None, *changes, experiment="env_3v1")
-    assert run.process.wait(timeout=300) == 0, run.output
+    assert run.process.wait(timeout=600) == 0, run.output
     (within,) = re.findall(r"segments, computed separately, within (\S+)", run.output)
     assert float(within) < 1e-5
     steps = run.lines("metrics.jsonl")
@@ -148,7 +148,7 @@ def test_a_killed_environment_actor_comes_back_and_where_it_may_not_the_run_ends
     num_steps = len(run.lines("metrics.jsonl"))
     run.wait_for(f"step {num_steps + 2:>4}/500")
     os.kill(run.process_called("EnvironmentActor"), signal.SIGKILL)
-    assert run.process.wait(timeout=120) == 1, run.output
+    assert run.process.wait(timeout=240) == 1, run.output
     run.assert_nothing_left()
     last = run.output.rpartition("environment-0 is back")[2]
     assert re.search(r"on environment-0: its process has ended", last), run.output
@@ -187,7 +187,7 @@ def test_rollouts_by_servers_are_those_by_actors_though_one_is_killed_and_starte
         second.process.kill()
         second.process.wait()
         start("second again", port=second.url.rpartition(":")[2])
-        assert run.process.wait(timeout=300) == 0, run.output
+        assert run.process.wait(timeout=600) == 0, run.output
     assert "server-1 is back after" in run.output
     assert sum(line.get("rollout/num_replaced", 0) for line in run.lines("metrics.jsonl")) == 1
     dialogues, of_actors = (one.lines("rollouts/step_000002.jsonl") for one in (run, by_actors))
@@ -205,7 +205,7 @@ def test_an_engine_beside_the_learner_gives_the_rollouts_and_losses_of_actors_to
 ):
     """The environment is in the learner's process, and plays while that generates."""
     run = command(*SMALL, cluster, "backend=colocate")
-    assert run.process.wait(timeout=300) == 0, run.output
+    assert run.process.wait(timeout=600) == 0, run.output
     lines, parts = diff_runs(by_actors.run_dir, run.run_dir)
     assert not parts, lines
     assert lines[-1] == "equal     2 steps, to the bit"

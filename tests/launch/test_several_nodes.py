@@ -54,7 +54,7 @@ def test_a_run_spreads_over_the_nodes_of_a_running_cluster_and_leaves_it_running
     assert set(names) == {"rollout-actor-0", "rollout-actor-1", "learner-0", "learner-1"}
     assert metrics == ASKED
     command.process.send_signal(signal.SIGTERM)
-    assert command.process.wait(timeout=120) == 130, command.output
+    assert command.process.wait(timeout=240) == 130, command.output
     (checkpoint,) = command.run_dir.glob("checkpoint_interrupted_*")
     assert f"saved     {checkpoint}" in command.output
     # The run gave everything back.
@@ -72,7 +72,7 @@ def test_what_does_not_fit_the_nodes_is_refused_with_what_there_is(
 ):
     overrides = ["training.max_steps=2", "learner.cpus=2", f"cluster.address={nodes.address}"]
     command = start_command(tmp_path, warm_checkpoint, demo_data, *overrides)
-    assert command.process.wait(timeout=120) == 2, command.output
+    assert command.process.wait(timeout=240) == 2, command.output
     assert re.search(r"learner\.cpus: .* 2 CPU .*node.* 1; lower ", command.output)
 
 

@@ -121,7 +121,7 @@ def test_two_learner_ranks_that_generate_learn_what_one_does_and_end_with_a_kill
     two = start_command(tmp_path, warm_checkpoint, demo_data, *overrides, experiment="stage2_hf")
     two.wait_for("step    2/500")
     os.kill(two.process_called("LearnerActor"), signal.SIGKILL)
-    assert two.process.wait(timeout=120) == 1, two.output
+    assert two.process.wait(timeout=240) == 1, two.output
     two.assert_nothing_left()
     assert re.search(r"on the learner: rank \d's process has ended \(", two.output)
     assert rollouts(two, 0) == rollouts(hf_job, 0)

@@ -105,7 +105,7 @@ def test_a_learner_that_does_not_come_blocks_nobody_and_the_next_sync_succeeds(
     offer = learner.offer_weights()
     terms = offer.terms
     with pytest.raises(WeightSyncError, match=f"{phase} on server-0"):
-        pool.receive_weights(replace(offer, terms=replace(terms, timeout_s=2.0))).result(timeout=30)
+        pool.receive_weights(replace(offer, terms=replace(terms, timeout_s=5.0))).result(timeout=60)
     with pytest.raises(RolloutError, match=r"sync to version \d+ .*not complete"):
         pool.generate([learner.request(0)])
     learner.sender.close()  # a sender whose broadcast failed does so itself
@@ -124,7 +124,7 @@ def test_an_engine_that_has_died_ends_its_server_with_a_message(
         _, *children = one.family()
         (core,) = [child for child in children if is_engine(" ".join(child.cmdline()))]
         core.kill()
-        assert one.process.wait(30) == 1
+        assert one.process.wait(120) == 1
         assert re.search(r"ended \(EngineCore .*SIGKILL", one.errors.read_text())
         assert eventually(lambda: not any(child.is_running() for child in children))
 
@@ -181,6 +181,6 @@ def has_engine(processes: list[psutil.Process]) -> bool:
 def ends_on_a_signal(one: ServeProcess, number: signal.Signals) -> None:
     family = one.family()
     one.process.send_signal(number)
-    assert one.process.wait(60) == 130
+    assert one.process.wait(120) == 130
     assert eventually(lambda: not any(map(is_alive, family)))
     assert "Traceback" not in one.errors.read_text(), one.errors.read_text()

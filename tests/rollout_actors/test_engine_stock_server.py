@@ -194,7 +194,7 @@ def test_a_signal_ends_the_server_and_leaves_no_process(
     """The module's server: last."""
     family = server.family()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
+    assert server.process.wait(120) == 0
     assert eventually(lambda: not any(member.is_running() for member in family))
     with pytest.raises(RolloutError, match=f"{server.url} failed 2 times"):
         pool.generate([learner.request(0)])

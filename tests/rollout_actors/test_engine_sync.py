@@ -101,7 +101,7 @@ def test_an_error_in_one_receiver_blocks_nobody_and_the_next_sync_succeeds(
         sync_weights(learner, engine_pool.pool)
     assert (caught.value.actor, caught.value.phase) == ("actor-2", "wire")
     sync_weights(learner, engine_pool.pool)
-    assert time.monotonic() - started < TIMEOUTS.sync_phase.seconds / 2, (
+    assert time.monotonic() - started < TIMEOUTS.sync_phase.seconds, (
         f"nobody waited for a timeout, while the error is still there: {caught.value}"
     )
     request = learner.request(0)

@@ -89,7 +89,7 @@ def samples(ray_cluster: None) -> Iterator[list[Sample]]:
         # It runs meanwhile, because Ray soon forgets a task that has ended.
         sleep = ray.remote(num_cpus=0)(lambda: time.sleep(600))
         task = sleep.options(name="generate round 3").remote()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(of_run(samples := exported())) < len(EXPECTED) or not any(
             (labels.get("Name"), labels.get("State")) == ("generate round 3", "RUNNING")
             for _, labels, _ in samples
@@ -164,7 +164,7 @@ def test_the_last_values_are_set_again_until_the_run_ends(monkeypatch: pytest.Mo
         metrics.synced(4)
         metrics.synced(5)
         metrics.held_out({"val/f1": 0.5})
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(told) < 9:
             assert time.monotonic() < deadline, told
             time.sleep(0.01)

@@ -4,6 +4,7 @@ is started.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -16,14 +17,22 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
+from ray._private import services
+from ray._private.node import Node
 from ray.exceptions import AuthenticationError
 
 from launch.processes import ray_connection
 from launch.processes.placement import Resources
-from launch.processes.ray_connection import GRAFANA, GRAFANA_FOLDER, cluster_nodes, connect
+from launch.processes.ray_connection import (
+    GRAFANA,
+    GRAFANA_FOLDER,
+    cluster_nodes,
+    connect,
+    waiting_for_registration,
+)
 from shared.config.job import ClusterSection
 from shared.errors import ConfigError
 
@@ -145,6 +154,22 @@ def test_ray_s_sockets_and_token_are_for_this_user_alone(
     shutil.rmtree(private)
     private.symlink_to(tmp_path / "home")
     assert "is not a folder of this user" in refusal(connect_to, "local")
+
+
+def test_a_node_that_has_not_registered_yet_is_waited_for_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "ray._private.services.get_node(" in inspect.getsource(Node.__init__), "Ray's own wait"
+    missing = RuntimeError("no such node")
+    get_node = Mock(side_effect=[missing, missing, {"node_id": "a"}, missing, missing])
+    monkeypatch.setattr(services, "get_node", get_node)
+    with waiting_for_registration():
+        assert services.get_node("gcs", "a") == {"node_id": "a"}
+    assert get_node.call_args_list == [call("gcs", "a")] * 3
+    monkeypatch.setattr(ray_connection, "REGISTER_S", 0.05)
+    with waiting_for_registration(), pytest.raises(RuntimeError, match="no such node"):
+        services.get_node("gcs", "b")
+    assert services.get_node is get_node
 
 
 def test_who_gets_in_is_told_with_the_way_to_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

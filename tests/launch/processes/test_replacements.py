@@ -199,7 +199,7 @@ def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
     pool.join_replacements()
     (replaced,) = pool.pop_replaced()
     assert re.search(r"no answer .*actor-1 .*timeouts\.stall_s = 1\.5 s", replaced.reason)
-    psutil.wait_procs([psutil.Process(pids[1])] if psutil.pid_exists(pids[1]) else [], timeout=30)
+    psutil.wait_procs([psutil.Process(pids[1])] if psutil.pid_exists(pids[1]) else [], timeout=120)
     assert not psutil.pid_exists(pids[1])
     assert who_answers(pool) == ["actor-0"] * 2 + ["actor-1"] * 2
 
@@ -317,7 +317,7 @@ def test_the_engine_that_a_sync_names_is_replaced(client):
 def test_when_the_pool_is_closed_nothing_is_started_any_more(client):
     pool = client(DIES, ("generate", "sleep"), then=[("start", "sleep")])
     generating = pool.generate(refs(4))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (starting := pool.engines._replacements._starting):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -326,7 +326,7 @@ def test_when_the_pool_is_closed_nothing_is_started_any_more(client):
     with pytest.raises(RolloutError, match="its process has ended"):
         generating.future.result(timeout=60)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(new, timeout=30)
+        ray.get(new, timeout=120)
     assert len(starting) == 1
 
 
@@ -368,7 +368,7 @@ def test_whoever_neither_samples_nor_answers_is_given_up_and_nobody_else(
 def test_whoever_ends_is_given_up_at_the_next_look(ray_cluster):
     actor = create_fake_actor("actor-0", "progress", "die")
     watch = StallWatch(NAMES, Timeout(100.0, "timeouts.stall_s"))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (given_up := watch.look([actor])):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -118,7 +118,7 @@ def test_a_save_that_the_disk_refuses_is_logged_and_tried_again_as_a_whole(world
     assert [kept["step"] for kept in index(world.run_dir)] == [2]
     refused, written = told
     assert re.search(r"checkpoints/step_000002: \[Errno 28\] .*; the run waits", refused)
-    assert "checkpoints/step_000002 was written after 1 s" in written
+    assert re.search(r"checkpoints/step_000002 was written after [1-9]\d* s", written)
 
 
 def test_a_run_that_a_full_disk_ends_saves_elsewhere_what_it_can_and_does_not_wait_again(world):

@@ -442,7 +442,7 @@ def test_a_disk_that_refuses_is_waited_for_once_a_run_has_begun(config, output):
     assert len(lines(config, "metrics.jsonl")) == 1
     shown = output.getvalue()
     assert re.search(r"warning +cannot write .*metrics\.jsonl: .*retries for 20 s", shown)
-    assert re.search(r"warning +.*metrics\.jsonl was written after 1 s", shown)
+    assert re.search(r"warning +.*metrics\.jsonl was written after [1-9]\d* s", shown)
 
 
 def test_where_the_run_s_folder_takes_no_error_it_is_kept_elsewhere(

@@ -422,7 +422,7 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
     process = evaluations.start(*arguments, '{"max_turns": 4}')
     assert eventually(lambda: num_running(endpoint) > 0, within_s=60)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert eventually(lambda: num_running(endpoint) == 0)

@@ -122,7 +122,7 @@ def test_what_is_sampled_depends_on_the_place_of_a_rollout_and_not_on_the_engine
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         await asyncio.sleep(0.02)
