@@ -7,10 +7,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from numbers import Integral, Real
 from operator import is_not
 from pathlib import Path
@@ -33,12 +35,17 @@ from shared.run_files import cannot_write
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_LOGGER = logging.getLogger(__name__)
+
 RESULTS = "results.jsonl"
 METADATA = "metadata.json"
 """Names of the files (`RESULTS`, `METADATA`) that `GenerateOutputs.save` writes."""
 COLUMNS = ("prompt", "completion", "answer", "state", "info", "task", "example_id", "reward")
 
 # Rows to inputs
+
+_READ = frozenset({"prompt", "question", "answer", "info", "task", "id", "example_id", "position"})
+"""Columns of a dataset that are read."""
 
 
 class Rows(Protocol):
@@ -93,8 +100,17 @@ class PromptFormat:
         The row's values are copied, so that a rollout cannot change the caller's data. `info` is
         unchanged, except for nulls that a table filled into `oai_tools` (see `cleanup_tools`).
 
-        Raises ValueError if the row has no prompt, a message has no known role, or an id is NaN.
+        Columns that are not read are named in a warning.
+
+        Raises ValueError if the row is no mapping or has no prompt, a message has no known role, or
+        an id is NaN.
         """
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"row {index} is {type(row).__name__}; write rows like"
+                ' {"question": "...", "answer": "..."}'
+            )
+        _warn_of_unused(tuple(sorted(map(str, row.keys() - _READ))))
         if row.get("prompt") is None and row.get("question") is None:
             known = ", ".join(sorted(row)) or "nothing"
             raise ValueError(
@@ -131,6 +147,16 @@ class PromptFormat:
         return result
 
 
+@cache  # once for a dataset, not for each row
+def _warn_of_unused(columns: tuple[str, ...]) -> None:
+    if columns:
+        _LOGGER.warning(
+            "columns %s of the dataset are not used: reward functions get only a row's answer, info"
+            " and task; put what they need into info",
+            ", ".join(columns),
+        )
+
+
 def _prompt_column(row: Fields) -> str:
     """Return the name of the column with a row's prompt: `prompt`, or `question` if it is empty."""
     prompt = row.get("prompt")
@@ -155,7 +181,17 @@ class Examples(Sequence[RolloutInput]):
     """A dataset as a sequence of rollout inputs. Each input is made from its row on access."""
 
     def __init__(self, rows: Rows, form: PromptFormat, order: Sequence[int] | None = None) -> None:
-        """`order`: indices of the rows to use, in this order; None: all rows."""
+        """`order`: indices of the rows to use, in this order; None: all rows.
+
+        Raises TypeError if `rows` is no dataset.
+        """
+        is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+        if not is_indexed or isinstance(rows, str | bytes | Mapping):
+            raise TypeError(
+                f"dataset: must be a datasets.Dataset, a DataFrame or a list of rows, got"
+                f" {type(rows).__name__}; write list(...) for an iterator, choose a split of a"
+                " DatasetDict, and read a file with datasets.load_dataset"
+            )
         # The index of a DataFrame selects a column, not a row.
         table: Any = rows
         self._rows: Rows = table.to_dict("records") if hasattr(table, "iterrows") else rows

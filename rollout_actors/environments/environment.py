@@ -132,7 +132,7 @@ class Environment(ABC):
 
         Raises:
             ValueError: an argument has a wrong value, or is not allowed with `completion`.
-            TypeError: the rubric is a class of another library.
+            TypeError: the rubric is a class of another library, or a dataset has another form.
         """
         if message_type not in ("chat", "completion"):
             raise ValueError(f"message_type: must be chat or completion, got {message_type!r}")

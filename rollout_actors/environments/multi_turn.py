@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
+from numbers import Integral
 from typing import Any
 
 from rollout_actors.environments.chat.messages import checked_messages, concat_messages, copied
@@ -37,7 +38,15 @@ class MultiTurnEnv(Environment):
     """
 
     def __init__(self, max_turns: int = -1, **kwargs: Any) -> None:
-        """`max_turns`: maximum number of model calls in a rollout; -1: no limit."""
+        """`max_turns`: maximum number of model calls in a rollout; -1: no limit.
+
+        Raises ValueError if it is another number under 1, or no whole number.
+        """
+        is_number = isinstance(max_turns, Integral) and not isinstance(max_turns, bool)
+        if not is_number or not (max_turns > 0 or max_turns == -1):
+            raise ValueError(
+                f"max_turns: must be a whole number from 1, or -1 for no limit, got {max_turns!r}"
+            )
         super().__init__(**kwargs)
         self.max_turns = max_turns
 

@@ -126,6 +126,10 @@ class Reward:
         called = unwrap_partial(function)
         name = getattr(function, "__name__", type(function).__name__)
         bound = frozenset(called.keywords if isinstance(called, partial) else ())
+        if not _is_finite(weight):
+            raise ValueError(
+                f"weights: {weight!r} for reward function {name}; give a finite number"
+            )
         parameters = list(inspect.signature(called).parameters.values())
         for one in parameters:
             if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
@@ -212,20 +216,22 @@ class Reward:
             known = ", ".join(sorted(set().union(*sources)))
             raise TypeError(
                 f"reward function {self.name} has unknown parameters: {', '.join(missing)}; known"
-                f" are {known}; add others to the rubric's class_objects"
+                f" are {known}; put a row's own columns into its info (info[...] in the function),"
+                " and add others to the rubric's class_objects"
             )
         return arguments
 
     def _figure(self, value: Any) -> Figure:
         """Return a finite number; any other value is a failure of this rollout only."""
         try:
-            number = float(value)
+            # `float` reads texts too, such as "1_0" as 10.
+            number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
         except Exception:  # a user's type may raise anything
             number = math.nan
         if is_sound(number):
             return number
         # It would distort the group's mean, and so the training on all its rollouts.
-        problem = f"reward function {self.name} returned {value!r}; return {remedy_for(value)}"
+        problem = f"reward function {self.name} returned {value!r:.200}; return {remedy_for(value)}"
         return Failed(f"ValueError: {problem}")
 
 

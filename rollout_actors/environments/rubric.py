@@ -76,6 +76,8 @@ class Rubric:
         weights: Sequence[float] | None = None,
         parser: Parser | None = None,
     ) -> None:
+        if callable(funcs):
+            raise TypeError(f"funcs: is {type(funcs).__name__}; give a list of reward functions")
         functions = list(funcs or ())
         weights = [1.0] * len(functions) if weights is None else list(weights)
         if len(weights) != len(functions):

@@ -49,6 +49,8 @@ class ToolEnv(MultiTurnEnv):
             raise ValueError(f"message_type: must be chat for tools, got {self.message_type!r}")
         self.error_formatter = error_formatter
         self._tools: dict[str, Tool] = {}
+        if callable(tools):
+            raise TypeError(f"tools: is {type(tools).__name__}; give a list of functions")
         for tool in tools or ():
             self.add_tool(tool)
 

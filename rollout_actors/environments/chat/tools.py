@@ -196,8 +196,10 @@ class Tool:
                 return item.value
             if is_dataclass(item) and not isinstance(item, type):
                 return {field.name: getattr(item, field.name) for field in fields(item)}
+            if hasattr(item, "tolist"):  # arrays and their numbers
+                return item.tolist()
             text = str(item)
-            if _ADDRESS.search(text):
+            if _ADDRESS.search(text) or isinstance(item, bytes | bytearray):
                 raise TypeError(
                     f"{self.name} returned {type(item).__name__}, which is not JSON; it must"
                     " return text, or values that JSON has"

@@ -348,13 +348,17 @@ def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) ->
 
 
 def _digest(*datasets: Sequence[RolloutInput]) -> str:
-    # Up to 64 rows of each dataset, spread over it, as far as JSON can write them.
+    # Up to 64 rows of each dataset, spread over it, as far as JSON can write them. Without `info`
+    # the digest is as in earlier versions, whose runs can be resumed.
     digest = hashlib.sha256()
     for rows in datasets:
         indices = [len(rows) * number // 64 for number in range(64)] if len(rows) else []
         for index in dict.fromkeys(indices):
-            fields = [rows[index].get(key) for key in ("prompt", "answer", "task", "example_id")]
-            digest.update(json.dumps(fields, default=lambda value: type(value).__name__).encode())
+            row = rows[index]
+            fields = [row.get(key) for key in ("prompt", "answer", "task", "example_id")]
+            fields += [row["info"]] if "info" in row else []
+            text = json.dumps(fields, default=lambda value: type(value).__name__, skipkeys=True)
+            digest.update(text.encode())
     return digest.hexdigest()
 
 

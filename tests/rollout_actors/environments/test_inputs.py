@@ -301,3 +301,34 @@ NO_LIST = "inputs: {} must be a list with one value per row, got {}"
 def test_what_is_no_rows_is_refused_with_what_it_must_be(given, error, problem):
     with pytest.raises(error, match=problem):
         inputs(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ("rows.jsonl", "str"),
+        ({"question": ["a", "b"]}, "dict"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list(MINE)}), "DatasetDict"),
+        (datasets.Dataset.from_list(MINE).to_iterable_dataset(), "IterableDataset"),
+        (iter(MINE), "list_iterator"),
+    ],
+)
+@pytest.mark.parametrize("column", ["dataset", "eval_dataset"])
+def test_a_dataset_without_rows_by_number_is_refused_with_the_remedies(given, kind, column):
+    problem = f"dataset: must be a datasets.Dataset, .* got {kind}; .*, choose a split"
+    with pytest.raises(TypeError, match=problem):
+        SingleTurnEnv(**{column: given})
+
+
+def test_a_row_that_is_no_mapping_is_refused_by_its_number():
+    with pytest.raises(ValueError, match="row 1 is str; write rows like"):
+        inputs([{"question": "a"}, "What is 2 + 2?"])
+
+
+def test_columns_that_no_reward_function_gets_are_named_once_for_all_rows(caplog):
+    rows = [{"question": q, "solution": "4", "level": 1, "id": q, "info": {}} for q in "abc"]
+    assert all("solution" not in row for row in inputs(rows))
+    (warning,) = caplog.messages
+    assert warning.startswith("columns level, solution of the dataset are not used")
+    inputs([{"question": "a", "answer": "1", "task": "t", "example_id": 0, "position": 1}])
+    assert len(caplog.messages) == 1

@@ -35,6 +35,7 @@ from rollout_actors.environments.chat.responses import RETURNS_TOKENS
 from rollout_actors.environments.clients import openai as endpoint
 from rollout_actors.environments.multi_turn import MultiTurnEnv, SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
+from rollout_actors.environments.tool import ToolEnv
 from rollout_actors.environments.training.examples import merge_trajectories_for_training
 from rollout_actors.environments.types import State
 from shared.errors import RolloutError, UnreachableError
@@ -169,6 +170,19 @@ def test_a_single_turn_is_one_call_and_may_begin_with_plain_text():
     assert state["prompt"] == [{"role": "system", "content": "be short"}, user("hi")]
     assert state["completion"] == [assistant("a")]
     assert (client.num_calls, state["stop_condition"]) == (1, "max_turns_reached")
+
+
+@pytest.mark.parametrize("max_turns", [0, -2, "3", 2.5, None, True])
+@pytest.mark.parametrize("kind", [ToolEnv, MultiTurnEnv])
+def test_a_limit_of_turns_that_is_none_is_refused_when_the_environment_is_made(kind, max_turns):
+    class Made(kind):
+        async def env_response(self, messages, state, **kwargs):
+            return []
+
+    problem = f"max_turns: must be a whole number from 1, or -1 for no limit, got {max_turns!r}"
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Made(max_turns=max_turns)
+    assert [Made(max_turns=good).max_turns for good in (1, -1)] == [1, -1]
 
 
 # Where it begins

@@ -117,9 +117,31 @@ def test_a_name_that_nothing_has_is_told_with_those_that_there_are():
 
     error = (
         r"TypeError: reward function wants has unknown parameters: grader; known are advantage, .*turn;"
-        r" add others to the rubric's class_objects"
+        r" put a row's own columns into its info \(.*\), and add others to the rubric's class_objects"
     )
     assert re.match(error, scored(Rubric([wants]))["error"])
+
+
+@pytest.mark.parametrize("returned", ["0.5", "1_0", b"1", "x" * 10_000])
+def test_a_text_is_no_reward_even_if_it_can_be_read_as_a_number(returned):
+    one = scored(Rubric([lambda completion: returned]))
+    assert (one["reward"], one["metrics"]) == (0.0, {})
+    assert f"<lambda> returned {returned!r:.150}" in one["error"]
+    assert len(one["error"]) < 300, "a reward function may return any amount of text"
+
+
+@pytest.mark.parametrize("weight", [None, "1", math.nan, -math.inf])
+def test_a_weight_that_is_no_finite_number_is_refused_with_its_reward_function(weight):
+    problem = re.escape(f"weights: {weight!r} for reward function right; give a finite number")
+    with pytest.raises(ValueError, match=problem):
+        Rubric([right], [weight])
+    with pytest.raises(ValueError, match=problem):
+        Rubric().add_reward_func(right, weight)
+
+
+def test_a_reward_function_in_place_of_a_list_of_them_is_refused():
+    with pytest.raises(TypeError, match="funcs: is function; give a list of reward functions"):
+        Rubric(right)
 
 
 @pytest.mark.parametrize("bound", ["answer", "parser", "task", "info"])

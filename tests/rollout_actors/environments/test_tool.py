@@ -12,7 +12,9 @@ from enum import Enum
 from functools import partial, update_wrapper
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from environment_support import generated, rolled_out, without_place
 from pydantic import BaseModel, Field
 from scripted_client import Answer, ScriptedClient
@@ -92,6 +94,11 @@ def contents_after(
 
 def parameters_of(tool: Any) -> dict[str, Any]:
     return convert_tool_to_oai_format(tool)["function"]["parameters"]
+
+
+def test_a_tool_in_place_of_a_list_of_tools_is_refused():
+    with pytest.raises(TypeError, match="tools: is function; give a list of functions"):
+        ToolEnv(area)
 
 
 # What the model is told
@@ -285,7 +292,10 @@ NOT_JSON = "which is not JSON; it must return text, or values that JSON has"
         ),
         ([Painted], f'["{Painted}"]'),
         (date(2026, 1, 2), '"2026-01-02"'),
+        (np.arange(3), "[0, 1, 2]"),
+        ({"mean": np.float32(0.5), "all": torch.ones(1, 2)}, '{"mean": 0.5, "all": [[1.0, 1.0]]}'),
         ([object()], f"tool returned object, {NOT_JSON}"),
+        ([b"ab"], f"tool returned bytes, {NOT_JSON}"),
         ((x for x in "ab"), f"tool returned generator, {NOT_JSON}"),
         (
             "half \ud83d",

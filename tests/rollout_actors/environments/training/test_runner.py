@@ -510,6 +510,18 @@ def test_an_environment_whose_rows_differ_from_process_to_process_is_refused_at_
         runner_over(ScriptedEngines([]), examples=found)
 
 
+def test_rows_with_another_info_are_other_rows():
+    def digest_of(*info: object) -> str:
+        rows = [{"question": "a", "info": one} for one in info]
+        return count_examples(SingleTurnEnv(dataset=rows), None).digest
+
+    # A key that JSON does not have must not end the run.
+    odd = {"tests": [1], (0, 1): "x", "set": {1, 2}}
+    assert digest_of(odd) == digest_of(dict(odd))
+    digests = {digest_of(one) for one in (None, {"truth": "1"}, {"truth": "2"}, odd)}
+    assert len(digests) == 4
+
+
 def test_two_rows_of_one_id_are_one_example_to_the_rubric_and_are_kept_apart(tmp_path):
     """Ids are the environment's own to give."""
     source = """
