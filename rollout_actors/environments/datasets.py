@@ -110,7 +110,8 @@ class PromptFormat:
                 f"row {index} is {type(row).__name__}; write rows like"
                 ' {"question": "...", "answer": "..."}'
             )
-        _warn_of_unused(tuple(sorted(map(str, row.keys() - _READ))))
+        if unused := row.keys() - _READ:
+            _warn_of_unused(tuple(sorted(map(str, unused))))
         if row.get("prompt") is None and row.get("question") is None:
             known = ", ".join(sorted(row)) or "nothing"
             raise ValueError(
@@ -149,12 +150,11 @@ class PromptFormat:
 
 @cache  # once for a dataset, not for each row
 def _warn_of_unused(columns: tuple[str, ...]) -> None:
-    if columns:
-        _LOGGER.warning(
-            "columns %s of the dataset are not used: reward functions get only a row's answer, info"
-            " and task; put what they need into info",
-            ", ".join(columns),
-        )
+    _LOGGER.warning(
+        "columns %s of the dataset are not used: reward functions get only a row's answer, info"
+        " and task; put what they need into info",
+        ", ".join(columns),
+    )
 
 
 def _prompt_column(row: Fields) -> str:

@@ -342,8 +342,8 @@ def require_same(examples: ExampleCounts, expected: ExampleCounts, name: str) ->
         difference = f"{found}, and the driver {wanted}"
     raise ValueError(
         f"environment {name}: this process found {difference}; make the rows the same in every"
-        " process: seed random draws, sort what comes from a set or a folder, and give every node"
-        " the same files"
+        " process: seed random draws, sort what comes from a set or a folder, make temporary paths"
+        " in setup_state instead of info, and give every node the same files"
     )
 
 
