@@ -113,7 +113,7 @@ def slow_match(
     iou_PG = np.full((len(predictions), len(ground_truth)), -1.0)
     rejections = 0
     for i, prediction in enumerate(predictions):
-        for j in slow_candidates(prediction, ground_truth):
+        for j in slow_candidates(prediction, ground_truth, TOP_K):
             if min(masks_a[i].sum(), masks_b[j].sum()) < SMALL:
                 iou_PG[i, j] = slow_area_iou(vertices(prediction), vertices(ground_truth[j]))
             else:
@@ -146,7 +146,9 @@ def slow_mask(shape: Shape) -> np.ndarray:
     return inside
 
 
-def slow_candidates(prediction: Shape, ground_truth: list[GroundTruthObject]) -> list[int]:
+def slow_candidates(
+    prediction: Shape, ground_truth: list[GroundTruthObject], top_k: int
+) -> list[int]:
     px1, py1, px2, py2 = aabb(prediction)
 
     def key(j: int) -> tuple[float, int, int]:
@@ -159,7 +161,7 @@ def slow_candidates(prediction: Shape, ground_truth: list[GroundTruthObject]) ->
             else (0.0, (px1 + px2 - x1 - x2) ** 2 + (py1 + py2 - y1 - y2) ** 2, j)
         )
 
-    return sorted(range(len(ground_truth)), key=key)[:TOP_K]
+    return sorted(range(len(ground_truth)), key=key)[:top_k]
 
 
 def slow_area_iou(a: list[Point], b: list[Point]) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +28,6 @@ from shared.weight_sync.transports import TransportKind
 
 NUM_CANARY_TOKENS = 12
 NUM_GREEDY_TOKENS = 12
-
-
-class Part(StrEnum):
-    """A part of a weight sync's verification that can be skipped.
-
-    Names and numbers of tensors are always compared.
-    """
-
-    LEARNER_CHECKSUMS = "learner's checksums"
-    ENGINE_CHECKSUMS = "engines' checksums"
-    LEARNER_CANARY = "learner's canary"
-    ENGINE_CANARY = "engines' canary"
-
-
-ALL_PARTS = frozenset(Part)
 
 
 def make_model(folder: Path, layers: int) -> Qwen3VLForConditionalGeneration:
@@ -90,10 +74,10 @@ class Engine(EngineActor):
         """Return the processor time of the actor's processes since their start."""
         return time.process_time() + sum(await self._engine.collective_rpc("cpu_s"))
 
-    async def set_parts(self, parts: Collection[Part]) -> None:
-        """Set which parts of the verification the next weight syncs have in this engine."""
-        self._engine.parts = parts
-        await self._engine.collective_rpc("set_parts", sorted(parts))
+    async def set_verified(self, is_verified: bool) -> None:
+        """Set whether this engine verifies the next weight syncs."""
+        self._engine.is_verified = is_verified
+        await self._engine.collective_rpc("set_verified", is_verified)
 
 
 class UnverifiedWeights(ChecksummedWeights):
@@ -111,7 +95,7 @@ class UnverifiedWeights(ChecksummedWeights):
 class Sender(WeightSender):
     """A weight sender that can skip the checksums."""
 
-    parts: Collection[Part] = ALL_PARTS
+    is_verified = True
 
     def outgoing(
         self,
@@ -119,7 +103,7 @@ class Sender(WeightSender):
         logprobs: Callable[[], Sequence[float]],
         tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> ChecksummedWeights:
-        kind = ChecksummedWeights if Part.LEARNER_CHECKSUMS in self.parts else UnverifiedWeights
+        kind = ChecksummedWeights if self.is_verified else UnverifiedWeights
         return kind(tensors, terms, logprobs)
 
 
@@ -173,7 +157,7 @@ class Learner:
         return CanaryProbe(self.tokens, (), self.tokens, None, tolerance=1e-4)
 
     def logprobs(self) -> tuple[float, ...]:
-        if Part.LEARNER_CANARY not in self.sender.parts:
+        if not self.sender.is_verified:
             return (0.0,) * (len(self.tokens) - 1)
         return tuple(
             self._logits(self.tokens)[:-1]
@@ -196,7 +180,10 @@ class Learner:
             return self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def set_parts(parts: Collection[Part], learner: Learner, actors: Sequence[Any]) -> None:
-    """Set which parts of the verification the next weight syncs have in learner and engines."""
-    learner.sender.parts = parts
-    ray.get([actor.set_parts.remote(parts) for actor in actors])
+def set_verified(is_verified: bool, learner: Learner, actors: Sequence[Any]) -> None:
+    """Set whether learner and engines verify the next weight syncs.
+
+    Names and numbers of tensors are always compared.
+    """
+    learner.sender.is_verified = is_verified
+    ray.get([actor.set_verified.remote(is_verified) for actor in actors])

@@ -1,7 +1,7 @@
 """Compare a verified weight sync of a 219-million-parameter model with other ways to send weights.
 
 `python -m benchmarks.weight_sync [--engines 2] [--syncs 9] [--warm-up 5] [--bucket-mib 16]
-[--layers 24] [--by-part]`. The model is a random Qwen3-VL, fp32, with tied embeddings. Learner and
+[--layers 24]`. The model is a random Qwen3-VL, fp32, with tied embeddings. Learner and
 engines share this machine's cores with the same priority.
 
 - raw: one gloo broadcast of the same number of bytes, between touched memory, to as many processes
@@ -39,14 +39,12 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.sync_sides import (
-    ALL_PARTS,
     NUM_GREEDY_TOKENS,
     Engine,
     EngineSpec,
     Learner,
-    Part,
     make_model,
-    set_parts,
+    set_verified,
 )
 from launch.processes.fleet import Fleet, RolloutTimeouts
 from launch.processes.rollout_client import RolloutClient
@@ -175,10 +173,10 @@ def check_corruption(learner: Learner, pool: RolloutClient, actors: Sequence[Any
 
     The next sync must succeed.
     """
-    set_parts((), learner, actors)
+    set_verified(False, learner, actors)
     ray.get(actors[-1].corrupt.remote(CORRUPTED))
     sync_weights(learner, pool)
-    set_parts(ALL_PARTS, learner, actors)
+    set_verified(True, learner, actors)
     ray.get(actors[-1].corrupt.remote(CORRUPTED))
     noticed = None
     try:
@@ -268,25 +266,17 @@ def run(folder: Path, disk: Path, options: argparse.Namespace) -> None:
     pool, actors = start_engines(folder / "model", options.engines)
     for _ in range(1 + options.warm_up):  # the first opens the group
         sync_weights(learner, pool)
-    kinds = {"none": frozenset[Part](), "all": ALL_PARTS}
-    if options.by_part:
-        kinds |= {f"all but the {part}": ALL_PARTS - {part} for part in Part}
-    timed: dict[str, list[TimedSync]] = {kind: [] for kind in kinds}
+    syncs: list[TimedSync] = []
+    unverified: list[TimedSync] = []
     for _ in range(options.syncs):
-        for kind, parts in kinds.items():
-            set_parts(parts, learner, actors)
-            timed[kind].append(timed_sync(learner, pool))
-        timed["all"][-1].print()
-        print(f"  unverified {timed['none'][-1].total_s:.3f} s")
-    for kind, several in timed.items():
-        seconds = statistics.median(sync.total_s for sync in several)
-        cpu_s = statistics.median(sync.cpu_s for sync in several)
-        print(f"verification {kind}: {seconds:.3f} s, {cpu_s:.3f} s of processor time")
-    syncs = timed["all"]
-    unverified = timed["none"]
-    set_parts(ALL_PARTS, learner, actors)
+        for is_verified, timed in ((False, unverified), (True, syncs)):
+            set_verified(is_verified, learner, actors)
+            timed.append(timed_sync(learner, pool))
+        syncs[-1].print()
+        print(f"  unverified {unverified[-1].total_s:.3f} s")
+    set_verified(True, learner, actors)
     check_served(learner, pool, options.engines)
-    set_parts((), learner, actors)
+    set_verified(False, learner, actors)
     timed_sync(learner, pool)
     check_served(learner, pool, options.engines)
     check_corruption(learner, pool, actors)
@@ -340,9 +330,6 @@ def main() -> None:
     )
     parser.add_argument("--bucket-mib", type=int, default=16)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument(
-        "--by-part", action="store_true", help="also run syncs that skip one part of verification"
-    )
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     logging.disable_progress_bar()

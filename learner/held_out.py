@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from learner.checks import check_prompt
-from learner.data.fitting import require_lengths
+from learner.data.fitting import RowLimits, require_lengths
 from learner.model.loading import LoadedTokens
 from learner.segments import PromptEncoder
 from shared.config import RunConfig
@@ -42,19 +42,17 @@ class HeldOut:
         self._format = config.answer_format.for_pictures(self.encoder.picture_resize)
         self._run_seed = config.training.seed
         self._score_by = config.evaluation.score
+        limits = RowLimits(
+            config.rollout_matching.max_new_tokens,
+            config.global_max_length,
+            self._format,
+            config.data.on_bad_row,
+            taught=False,
+            most=config.data.max_val_samples,
+        )
+        checkpoint = Path(config.model.path)
         self.fittings = [
-            require_lengths(
-                dataset,
-                self.encoder,
-                tokens.codec,
-                max_new_tokens=config.rollout_matching.max_new_tokens,
-                global_max_length=config.global_max_length,
-                on_bad_row=config.data.on_bad_row,
-                taught=False,
-                most=config.data.max_val_samples,
-                answer_format=self._format,
-                checkpoint=Path(config.model.path),
-            )
+            require_lengths(dataset, self.encoder, tokens.codec, limits, checkpoint)
             for dataset in datasets
         ]
         """The checked samples of each validation file."""

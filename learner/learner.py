@@ -95,12 +95,7 @@ class Learner:
             StorageError: a checkpoint or a rollout log cannot be written to the run folder.
         """
         self._config = config
-        device = LearnerDevice(torch.device(place.device))
-        device.use_full_float32()
-        if config.training.deterministic:
-            device.use_deterministic_kernels()
-        if config.model.attention == "auto" and config.model.dtype == "bfloat16":
-            use_flash_attention_3(device.device)
+        device = _device_of(config, place)
         self._ranks = join_ranks(
             place,
             rendezvous,
@@ -511,7 +506,9 @@ class Learner:
         channel = self._current.plan.channel
         version = self.publisher.version
         fixed = self.algorithm.fixed
-        shared = self.parallel.rows_of_all_ranks(rows, _shows_images, last=last)
+        shared = self.parallel.rows_of_all_ranks(
+            rows, lambda row: any(len(one.prompt.image_grid_I3) for one in row), last=last
+        )
         for segments, joins_images in shared:
             if segments is None:
                 idle = fixed if joins_images else fixed.without_images()
@@ -543,5 +540,12 @@ class Learner:
         )
 
 
-def _shows_images(row: Row) -> bool:
-    return any(len(segment.prompt.image_grid_I3) for segment in row)
+def _device_of(config: RunConfig, place: RankTopology) -> LearnerDevice:
+    """Return the rank's device, with the kernels that the configuration asks for."""
+    device = LearnerDevice(torch.device(place.device))
+    device.use_full_float32()
+    if config.training.deterministic:
+        device.use_deterministic_kernels()
+    if config.model.attention == "auto" and config.model.dtype == "bfloat16":
+        use_flash_attention_3(device.device)
+    return device

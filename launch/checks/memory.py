@@ -268,6 +268,8 @@ class Needs:
     """Memory of a learner rank and an engine on one GPU; None if they do not share GPUs."""
     synced: int = 0
     """Bytes of shared memory by which engines on this machine receive weights (`synced_bytes`)."""
+    host: Estimate | None = None
+    """Host memory of this machine's learner ranks on GPUs; None on CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +45,8 @@ from shared.config.training import LearnerSection, TrainingSection
 from shared.errors import ConfigError
 from shared.model_families import ModelPart
 from shared.weight_sync.transports import Device
+
+_CACHE_KEY = "rollout_matching.vllm.kv_cache_memory_bytes"
 
 
 def preflight(
@@ -249,21 +253,58 @@ def _describe(config: RunConfig, placement: Placement, nodes: Sequence[Resources
     return [*lines, f"weights   travel by {placement.transport}"]
 
 
-def _needs(run: RunSizes, placement: Placement, memory: DeviceMemory) -> Needs:
-    """Estimate the memory that a run's processes need on devices with this memory."""
-    transport = placement.transport
-    learner = learner_estimate(run, placement.device, transport)
-    engine = None
-    shared = None
-    num_engine_devices = 0
-    if run.rollouts.starts_engines:
-        devices = placement.devices_per_engine
-        num_engine_devices = devices * len(placement.engines or placement.ranks)
-        engine = engine_estimate(run, devices, memory.device, memory.total, transport)
-        if not placement.engines and memory.device is not Device.CPU:
-            shared = shared_device_estimate(run, learner, engine, transport)
-    synced = synced_bytes(run, placement)
-    return Needs(learner, len(placement.ranks), engine, num_engine_devices, shared, synced)
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """The memory of this machine, with which the needs of a run are compared."""
+
+    device: DeviceMemory
+    """Memory of one GPU. If the run computes on CPU: of the machine."""
+    host: DeviceMemory | None
+    nodes: Sequence[Resources]
+    """The nodes of the run's cluster. Only this machine's memory is known."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.device is Device.CPU
+
+    def needs(self, run: RunSizes, placement: Placement) -> Needs:
+        """Estimate the memory that a run's processes need on devices like this machine's."""
+        transport = placement.transport
+        num_ranks = len(placement.ranks)
+        learner = learner_estimate(run, placement.device, transport)
+        engine = None
+        shared = None
+        num_engine_devices = 0
+        if run.rollouts.starts_engines:
+            devices = placement.devices_per_engine
+            num_engine_devices = devices * len(placement.engines or placement.ranks)
+            engine = engine_estimate(run, devices, self.device.device, self.device.total, transport)
+            if not placement.engines and not self.on_cpu:
+                shared = shared_device_estimate(run, learner, engine, transport)
+        synced = synced_bytes(run, placement)
+        host = None
+        if not self.on_cpu:
+            # On several nodes it is not known how many ranks share one.
+            host = host_estimate(run, num_ranks if len(self.nodes) == 1 else 1)
+        return Needs(learner, num_ranks, engine, num_engine_devices, shared, synced, host)
+
+    def host_is_too_small(self, needs: Needs) -> bool:
+        """Return whether learner ranks on GPUs need more host memory; False on several nodes."""
+        if needs.host is None or self.host is None or len(self.nodes) > 1:
+            return False
+        return needs.host.total > self.host.total
+
+    def estimate_if_it_fits(self, shape: ModelShape, config: RunConfig) -> Estimate | None:
+        """Return the memory of the learner's device with this configuration; None: too little."""
+        try:
+            placement = plan_placement(config, self.nodes)
+            _require_offload(config.rollout_matching, config.learner, placement)
+            needs = self.needs(RunSizes.of(config, shape), placement)
+        except ConfigError:
+            return None  # not enough GPUs for that many ranks, or shards that would be moved
+        if self.device.problems(needs) or self.device.warnings(needs):
+            return None
+        return None if self.host_is_too_small(needs) else needs.shared or needs.learner
 
 
 def _memory(
@@ -278,79 +319,39 @@ def _memory(
 
     Append the estimates to `lines` and, if there is too little memory, settings that need less.
     """
-    num_nodes = len(nodes)
-    memory = memory_of(placement.device)
     sizes = RunSizes.of(config, shape)
     learner = learner_estimate(sizes, placement.device, placement.transport)
     lines.append(f"memory    {learner.describe()}")
-    if memory is None:
+    device = memory_of(placement.device)
+    if device is None:
         lines.append(
             "memory    not compared, and engines not estimated: this machine has no GPU; run"
             " preflight on a node that has one"
         )
         return
-    on_cpu = memory.device is Device.CPU
-    if on_cpu and config.model.activation_offload:
-        lines.append("note      model.activation_offload: no effect on CPU")
-    if on_cpu and config.training.offloads_optimizer:
-        name = config.training.optimizer
-        lines.append(f"note      training.optimizer: {name} saves nothing on CPU")
-    needs = _needs(sizes, placement, memory)
-    if (engine := needs.engine) is not None:
-        key = "rollout_matching.vllm.kv_cache_memory_bytes"
-        devices = placement.devices_per_engine
-        fit = sequences_in_cache(sizes, engine, devices)
-        decoded = config.rollout_matching.decode_batch_size * devices
-        line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded at once"
-        if on_cpu and config.rollout_matching.vllm.kv_cache_memory_bytes is None:
-            line += f" ({key} is null: on CPU, the cache is sized for this number)"
-        lines.append(f"memory    {engine.describe()}; {line}")
-        if needs.shared is not None:
-            lines.append(f"memory    {needs.shared.describe()}")
+    machine = _Machine(device, memory_of(Device.CPU), nodes)
+    needs = machine.needs(sizes, placement)
+    fit = None
+    if needs.engine is not None:
+        fit = sequences_in_cache(sizes, needs.engine, placement.devices_per_engine)
         if fit < 1:
-            yield f"{key}: the cache cannot hold one sequence; raise it, or lower global_max_length"
-    if needs.synced:
-        lines.append(f"memory    weights in shared memory during a sync: {in_gib(needs.synced)}")
-    machine = memory_of(Device.CPU)
-
-    def host_of(run: RunSizes, place: Placement) -> Estimate:
-        return host_estimate(run, len(place.ranks) if num_nodes == 1 else 1)
-
-    def exceeds_host(needed: Estimate) -> bool:
-        # On several nodes it is not known how many ranks share one.
-        return num_nodes == 1 and machine is not None and needed.total > machine.total
-
-    if not on_cpu:
-        host = host_of(sizes, placement)
-        lines.append(f"memory    {host.describe()}")
-        if machine is not None and exceeds_host(host):
-            key, remedy = _smaller_host(config, host)
-            has = f"this machine or its container has {in_gib(machine.total)}"
-            yield f"{key}: {host.describe()}, but {has}; {remedy}"
-    if num_nodes > 1 and on_cpu:
-        unknown = f"it is not known on which of the {num_nodes} nodes a process will run"
+            raise_it = "raise it, or lower global_max_length"
+            yield f"{_CACHE_KEY}: the cache cannot hold one sequence; {raise_it}"
+    lines += _describe_needs(config, placement, machine, needs, fit)
+    if needs.host is not None and machine.host is not None and machine.host_is_too_small(needs):
+        key, remedy = _smaller_host(config, needs.host)
+        has = f"this machine or its container has {in_gib(machine.host.total)}"
+        yield f"{key}: {needs.host.describe()}, but {has}; {remedy}"
+    if len(nodes) > 1 and machine.on_cpu:
+        unknown = f"it is not known on which of the {len(nodes)} nodes a process will run"
         lines.append(f"memory    not compared: {unknown}")
         return
-    if num_nodes > 1:
+    if len(nodes) > 1:
         lines.append("memory    compared with this machine's GPUs; other nodes may have others")
-    problems = list(memory.problems(needs))
-    warnings = memory.warnings(needs)
+    problems = device.problems(needs)
+    warnings = device.warnings(needs)
     lines += (f"warning   {warning}" for warning in warnings)
-
-    def fitting(changed: RunConfig) -> Estimate | None:
-        try:
-            place = plan_placement(changed, nodes)
-            _require_offload(changed.rollout_matching, changed.learner, place)
-            other = RunSizes.of(changed, shape)
-            needs = _needs(other, place, memory)
-        except ConfigError:
-            return None  # not enough GPUs for that many ranks, or shards that would be moved
-        if memory.problems(needs) or memory.warnings(needs):
-            return None
-        if not on_cpu and exceeds_host(host_of(other, place)):
-            return None
-        return needs.shared or needs.learner
-
+    fitting = partial(machine.estimate_if_it_fits, shape)
     if problems or warnings:
         unused = Resources.sum(nodes).gpus - Resources.sum(placement.bundles).gpus
         fits = proposals(config, fitting, idle_gpus=int(unused))
@@ -360,6 +361,29 @@ def _memory(
     elif (faster := less_recomputation(config, fitting)) is not None:
         lines.append(f"memory    faster, and fits: {faster.describe()}")
     yield from problems
+
+
+def _describe_needs(
+    config: RunConfig, placement: Placement, machine: _Machine, needs: Needs, fit: int | None
+) -> Iterator[str]:
+    """Yield lines about each need but the learner's. `fit`: longest sequences in a KV cache."""
+    if machine.on_cpu and config.model.activation_offload:
+        yield "note      model.activation_offload: no effect on CPU"
+    if machine.on_cpu and config.training.offloads_optimizer:
+        name = config.training.optimizer
+        yield f"note      training.optimizer: {name} saves nothing on CPU"
+    if needs.engine is not None:
+        decoded = config.rollout_matching.decode_batch_size * placement.devices_per_engine
+        line = f"the cache holds {fit} of the longest sequences, {decoded} are decoded at once"
+        if machine.on_cpu and config.rollout_matching.vllm.kv_cache_memory_bytes is None:
+            line += f" ({_CACHE_KEY} is null: on CPU, the cache is sized for this number)"
+        yield f"memory    {needs.engine.describe()}; {line}"
+    if needs.shared is not None:
+        yield f"memory    {needs.shared.describe()}"
+    if needs.synced:
+        yield f"memory    weights in shared memory during a sync: {in_gib(needs.synced)}"
+    if needs.host is not None:
+        yield f"memory    {needs.host.describe()}"
 
 
 def _smaller_host(config: RunConfig, host: Estimate) -> tuple[str, str]:

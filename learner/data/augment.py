@@ -27,7 +27,7 @@ import numpy as np
 from shared.config.model import AugmentSection
 from shared.dataset import Draw
 from shared.errors import RecordError
-from shared.grounding.coco import has_area
+from shared.grounding.coco import has_area, ring_area
 from shared.grounding.geometry import MAX_BIN
 from shared.records import (
     GeometryKind,
@@ -345,7 +345,7 @@ def _clamp(value: float) -> float:
 
 def _share(cut: Points, whole: Points, *, is_box: bool) -> float:
     """Return the kept share of a shape's area, or of its sides if it has no area."""
-    areas = [_box_area(one) if is_box else _ring_area(one) for one in (cut, whole)]
+    areas = [_area(one, is_box=is_box) for one in (cut, whole)]
     if areas[1] > 0:
         return areas[0] / areas[1]
     share = 1.0
@@ -358,14 +358,11 @@ def _share(cut: Points, whole: Points, *, is_box: bool) -> float:
     return share
 
 
-def _box_area(corners: Points) -> float:
-    (x1, y1), (x2, y2) = corners
+def _area(shape: Points, *, is_box: bool) -> float:
+    if not is_box:
+        return ring_area(list(chain.from_iterable(shape)))
+    (x1, y1), (x2, y2) = shape
     return (x2 - x1) * (y2 - y1)
-
-
-def _ring_area(ring: Points) -> float:
-    pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
-    return abs(sum(x * next_y - next_x * y for (x, y), (next_x, next_y) in pairs)) / 2
 
 
 def _without_repeats(bins: Sequence[int]) -> tuple[int, ...]:

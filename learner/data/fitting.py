@@ -9,7 +9,6 @@ Shape legend: K rows that fit, in the order of their file.
 from __future__ import annotations
 
 import hashlib
-import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -92,51 +91,52 @@ class Fitting(NamedTuple):
     """Whether the samples' objects are learned (become targets); False for held-out samples."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """What `require_lengths` requires of the samples of a data file.
+
+    Example: RowLimits(160, 200) refuses a sample whose prompt of 26 tokens, the longest response of
+    160 and its appended objects have more than 200 tokens.
+    """
+
+    max_new_tokens: int
+    """Tokens of the longest response; 0 if no step generates."""
+    global_max_length: int
+    """Maximum tokens of a packed row."""
+    answer_format: AnswerFormat = COORD_TOKENS_FORMAT
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether to raise for rows that cannot be used, or to skip them."""
+    taught: bool = True
+    """The objects become targets, so the tokenizer must not change them. False for held-out
+    samples, whose sequences end with the response."""
+    most: int | None = None
+    """The number of samples to return, from the first one; None: all."""
+
+
 def require_train_lengths(
     config: RunConfig, dataset: Dataset, encoder: PromptEncoder, codec: HFTokenCodec
 ) -> Fitting:
     """Check the training samples of a run with `require_lengths`, and return its result."""
-    return require_lengths(
-        dataset,
-        encoder,
-        codec,
-        max_new_tokens=config.rollout_matching.max_new_tokens if config.num_b_steps else 0,
-        global_max_length=config.global_max_length,
-        on_bad_row=config.data.on_bad_row,
-        answer_format=config.answer_format.for_pictures(encoder.picture_resize),
-        checkpoint=Path(config.model.path),
+    limits = RowLimits(
+        config.rollout_matching.max_new_tokens if config.num_b_steps else 0,
+        config.global_max_length,
+        config.answer_format.for_pictures(encoder.picture_resize),
+        config.data.on_bad_row,
     )
+    return require_lengths(dataset, encoder, codec, limits, Path(config.model.path))
 
 
 def require_lengths(
     dataset: Dataset,
     encoder: PromptEncoder,
     codec: HFTokenCodec,
-    *,
-    max_new_tokens: int,
-    global_max_length: int,
-    on_bad_row: Literal["error", "skip"],
-    taught: bool = True,
-    most: int | None = None,
-    answer_format: AnswerFormat = COORD_TOKENS_FORMAT,
+    limits: RowLimits,
     checkpoint: Path | None = None,
 ) -> Fitting:
     """Check that every sample fits a packed row with the longest response, and can be encoded.
 
-    Example: prompt 26 + response 160 + appended ground truth 45 + 4 where it meets the response =
-    235 tokens: raises ConfigError if `global_max_length` is 200.
-
-    Args:
-        max_new_tokens: tokens of the longest response; 0 if no step generates.
-        global_max_length: maximum tokens of a packed row.
-        on_bad_row: whether to raise for rows that cannot be used, or to skip them.
-        taught: the objects become targets, so the tokenizer must not change them. False for
-            held-out samples, whose sequences end with the response.
-        most: the number of samples to return, from the first one; None: all.
-        checkpoint: folder of `encoder` and `codec`. If set, numbers of tokens are cached for later
-            runs.
-
-    Returns the samples that are not skipped, with their numbers of tokens and objects.
+    Return the samples that are not skipped, with their numbers of tokens and objects. If
+    `checkpoint` is set, the folder of `encoder` and `codec`, the numbers are cached for later runs.
 
     Raises:
         ConfigError: a sample could exceed `global_max_length` (the message shows the longest one),
@@ -145,62 +145,61 @@ def require_lengths(
             images; the message names all such samples. With `on_bad_row: skip` only if no row is
             left.
     """
+    taught = limits.taught
     key = ""
     if checkpoint is not None and dataset.key:
         key = kept.digest_of(
-            *(dataset.key, _checkpoint_digest(checkpoint)),
-            *(encoder.prompts, encoder.picture_resize, answer_format, taught, most, _COLUMNS),
+            *(dataset.key, _checkpoint_digest(checkpoint), encoder.prompts, encoder.picture_resize),
+            *(limits.answer_format, taught, limits.most, _COLUMNS),
         )
-    file = kept.kept_file(dataset.path, "taught" if taught else "held_out")
-    found = kept.read(file, key) if key else None
-    if found is not None:
-        digest, bad_rows = found.rest
-        measures = Measures(
-            **found.arrays, digest=digest, bad=tuple(BadRow(*row) for row in bad_rows)
-        )
-    else:
-        started_s = time.monotonic()
-        measures = _measure(dataset, encoder, codec, answer_format, taught=taught, most=most)
-        if key and time.monotonic() - started_s >= kept.QUICK_S:
-            arrays = {name: getattr(measures, name) for name in _COLUMNS}
-            rest = [measures.digest, measures.bad]
-            kept.keep(file, key, arrays, rest, lost="measures all rows")
+    arrays, (digest, bad_rows) = kept.read_or_measure(
+        kept.kept_file(dataset.path, "taught" if taught else "held_out"),
+        key,
+        lambda: _measure(dataset, encoder, codec, limits),
+        lost="measures all rows",
+    )
+    measures = Measures(**arrays, digest=digest, bad=tuple(BadRow(*row) for row in bad_rows))
     bad = BadRows()
     skipped = list(dataset.skipped)
     for row in measures.bad:
         located = RecordError(
             row.problem, field=row.field, remedy=row.remedy, file=str(dataset.path), line=row.line
         )
-        if on_bad_row == "error":
+        if limits.on_bad_row == "error":
             bad.add(located)
         else:
             skipped.append(note_skipped(located))
     bad.raise_if_any()
     samples = dataset.keep(measures.rows_K, skipped)
-    total_K = measures.prompt_K + max_new_tokens
-    if taught:
+    _require_room(samples, measures, limits)
+    return Fitting(samples, measures, taught)
+
+
+def _require_room(samples: Dataset, measures: Measures, limits: RowLimits) -> None:
+    """Raise ConfigError if a sample and its longest response may not fit a packed row."""
+    total_K = measures.prompt_K + limits.max_new_tokens
+    if limits.taught:
         total_K = total_K + measures.text_K + _CUT_SLACK
     longest = int(np.argmax(total_K))
     total = int(total_K[longest])
-    if total > global_max_length:
+    if total > limits.global_max_length:
         parts = f"prompt {measures.prompt_K[longest]}"
         lower = ""
-        if max_new_tokens:
-            parts += f" + response {max_new_tokens} (rollout_matching.max_new_tokens)"
+        if limits.max_new_tokens:
+            parts += f" + response {limits.max_new_tokens} (rollout_matching.max_new_tokens)"
             lower = " lower rollout_matching.max_new_tokens,"
-        if taught:
-            kind = "appended objects" if max_new_tokens else "answer"
+        if limits.taught:
+            kind = "appended objects" if limits.max_new_tokens else "answer"
             parts += f" + {kind} {measures.text_K[longest]} + {_CUT_SLACK} for the cut"
-        others = int((total_K > global_max_length).sum()) - 1
+        others = int((total_K > limits.global_max_length).sum()) - 1
         and_others, these = (
             (f" and {others} others", "these samples") if others else ("", "the sample")
         )
         raise ConfigError(
-            f"global_max_length: {global_max_length} is too short for sample"
-            f" {samples[longest].sample_id} of {dataset.path}{and_others}: {parts} = {total}"
+            f"global_max_length: {limits.global_max_length} is too short for sample"
+            f" {samples[longest].sample_id} of {samples.path}{and_others}: {parts} = {total}"
             f" tokens; raise global_max_length to {total},{lower} or remove {these}"
         )
-    return Fitting(samples, measures, taught)
 
 
 def fits_a_row(
@@ -223,12 +222,11 @@ def _measure(
     dataset: Dataset,
     encoder: PromptEncoder,
     codec: HFTokenCodec,
-    answer_format: AnswerFormat,
-    *,
-    taught: bool,
-    most: int | None,
-) -> Measures:
+    limits: RowLimits,
+) -> kept.Kept:
     """Count tokens and objects of all rows, or of the first `most` rows that can be used.
+
+    Return the columns of `Measures`, and a list of its other fields.
 
     Raises ConfigError as `require_lengths` does.
     """
@@ -237,12 +235,12 @@ def _measure(
     bad = []
     digest = hashlib.sha256()
     for index, sample in enumerate(dataset):
-        if most is not None and len(values) == most * len(_COLUMNS):
+        if limits.most is not None and len(values) == limits.most * len(_COLUMNS):
             break
-        of_sample = answer_format.of(sample)
+        of_sample = limits.answer_format.of(sample)
         try:
             prompt = encoder.num_tokens(sample)
-            if taught:
+            if limits.taught:
                 text = _append_length(sample, codec, of_sample)
             else:
                 text = len(codec.encode(of_sample.layout_objects(sample.objects).text)) + 1
@@ -252,8 +250,7 @@ def _measure(
         values.extend((index, prompt, text, *_num_small(sample, resize)))
         digest.update(_content(sample).encode())
     columns = np.frombuffer(values, dtype=np.int64).reshape(-1, len(_COLUMNS)).T
-    named = dict(zip(_COLUMNS, columns, strict=True))
-    return Measures(**named, digest=digest.hexdigest(), bad=tuple(bad))
+    return kept.Kept(dict(zip(_COLUMNS, columns, strict=True)), [digest.hexdigest(), bad])
 
 
 def _content(sample: Sample) -> str:
@@ -344,23 +341,24 @@ def describe_cut_answers(
         rows = fitting.measures.rows_K.tolist()
         of_text = (_checkpoint_digest(checkpoint), answer_format, max_new_tokens)
         key = kept.digest_of(samples.key, rows, *of_text)
-    file = kept.kept_file(samples.path, "cut")
-    if not fitting.taught:
-        cut = text_K[text_K > max_new_tokens].tolist()
-    elif key and (found := kept.read(file, key)) is not None:
-        cut = found.rest
-    else:
-        started_s = time.monotonic()
+
+    def measure() -> kept.Kept:
         # The append has the same objects with longer keys. If the append is short enough, the
         # answer is too and need not be encoded.
         candidates = (samples[row] for row in np.flatnonzero(text_K >= max_new_tokens).tolist())
         texts = (answer_format.of(one).layout_objects(one.objects).text for one in candidates)
         # Plus the stop token.
         lengths = (len(codec.encode(text)) + 1 for text in texts)
-        cut = [length for length in lengths if length > max_new_tokens]
+        return kept.Kept({}, [length for length in lengths if length > max_new_tokens])
+
+    if fitting.taught:
+        file = kept.kept_file(samples.path, "cut")
         # Reading a few numbers costs less than reading the measures of all rows.
-        if key and time.monotonic() - started_s >= kept.QUICK_S / 10:
-            kept.keep(file, key, {}, cut, lost="measures the answers")
+        quick_s = kept.QUICK_S / 10
+        lost = "measures the answers"
+        cut = kept.read_or_measure(file, key, measure, lost=lost, quick_s=quick_s).rest
+    else:
+        cut = text_K[text_K > max_new_tokens].tolist()
     if not cut:
         return None
     return (

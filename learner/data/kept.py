@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import tempfile
+import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +84,25 @@ def read(path: Path, key: str) -> Kept | None:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return Kept(arrays, rest) if kept_key == key else None
+
+
+def read_or_measure(
+    path: Path, key: str, measure: Callable[[], Kept], *, lost: str, quick_s: float | None = None
+) -> Kept:
+    """Return a cache file's content, or measure it, and write the file if that takes long.
+
+    Args:
+        key: as for `read`; empty: the result depends on something unknown and is not cached.
+        lost: as for `keep`.
+        quick_s: results that take fewer seconds are not cached; None: `QUICK_S`.
+    """
+    if key and (found := read(path, key)) is not None:
+        return found
+    started_s = time.monotonic()
+    measured = measure()
+    if key and time.monotonic() - started_s >= (QUICK_S if quick_s is None else quick_s):
+        keep(path, key, measured.arrays, measured.rest, lost=lost)
+    return measured
 
 
 def keep(path: Path, key: str, arrays: Mapping[str, np.ndarray], rest: Any, *, lost: str) -> None:

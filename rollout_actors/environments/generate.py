@@ -22,13 +22,11 @@ from rollout_actors.environments.chat.tools import num_tool_calls
 from rollout_actors.environments.clients.openai import is_rollout_client
 from rollout_actors.environments.concurrency import (
     FAILURES,
-    GIVEN_UP,
     QUEUE_TIME,
     Stopwatch,
     describe_error,
     reraise_cancellation,
     run_in_task,
-    within,
 )
 from rollout_actors.environments.datasets import (
     Examples,
@@ -57,6 +55,7 @@ from rollout_actors.environments.scope import (
     with_defaults,
 )
 from rollout_actors.environments.types import Arguments, Client, State
+from rollout_actors.threads import GIVEN_UP, within
 from shared.metrics import mean
 
 if TYPE_CHECKING:

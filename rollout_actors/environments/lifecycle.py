@@ -28,9 +28,9 @@ from rollout_actors.environments.concurrency import (
     is_cancelled,
     is_process_exit,
     traceback_of,
-    within,
     without_exit,
 )
+from rollout_actors.threads import within
 
 if TYPE_CHECKING:
     from rollout_actors.environments.environment import Environment

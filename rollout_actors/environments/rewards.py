@@ -26,10 +26,10 @@ from rollout_actors.environments.concurrency import (
     in_thread,
     reraise_cancellation,
     unwrap_partial,
-    within,
 )
 from rollout_actors.environments.lifecycle import awaited
 from rollout_actors.environments.types import Arguments, Fields, State
+from rollout_actors.threads import within
 from shared.trajectory import group_advantages
 
 RewardFunction = Callable[..., Any]

@@ -18,7 +18,6 @@ from itertools import count
 from rollout_actors.environments.answers.parsers import Parser
 from rollout_actors.environments.concurrency import (
     FAILURES,
-    GIVEN_UP,
     ScoringSlot,
     gather_all,
     reraise_cancellation,
@@ -40,6 +39,7 @@ from rollout_actors.environments.rewards import (
     settle,
 )
 from rollout_actors.environments.types import State
+from rollout_actors.threads import GIVEN_UP
 
 _PARSER: ContextVar[Parser | None] = ContextVar("parser", default=None)
 """Parser of answers of the environment whose rollouts are being scored."""

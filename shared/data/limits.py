@@ -23,8 +23,6 @@ MAX_FILE_BYTES = 8 * 2**30
 """Bytes of a file that is read as a whole: annotations."""
 MAX_SEARCH_BYTES = 2**30
 """Bytes after which the search for the end of a line that is too long stops."""
-MAX_EXAMPLE_BYTES = 256 * 2**20
-"""Bytes of a line with an environment's example or rollout, which may contain images."""
 MAX_LABEL_BYTES = 16 * 2**20
 """Bytes of the file with an image's labels, and of YOLO's `data.yaml`."""
 MAX_PICKLE_BYTES = 64 * 2**20

@@ -66,11 +66,6 @@ class SendReport:
     """
 
 
-def all_phases_s(timeout_s: float) -> float:
-    """Return the time limit of a weight sync whose phases may take `timeout_s` seconds each."""
-    return len(SyncPhase) * timeout_s
-
-
 def phase_limit(offer: WeightOffer, phase: SyncPhase) -> Timeout:
     """Return the time limit of one phase of the weight sync that begins with this offer."""
     if phase is SyncPhase.RENDEZVOUS and isinstance(offer.terms, FullOffer):

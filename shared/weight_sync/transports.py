@@ -39,7 +39,7 @@ BUCKET_BYTES = {
 }
 """Bytes of one bucket (tensors that are sent together) of full weights, by transport.
 
-With nccl and ipc, vLLM's loader walks the whole model for each bucket (benchmarks/load_buckets.py).
+With nccl and ipc, vLLM's loader walks the whole model for each bucket.
 With gloo it is called once, and larger buckets are slower (benchmarks/weight_sync.py).
 """
 

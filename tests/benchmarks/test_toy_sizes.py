@@ -23,7 +23,6 @@ HERE = {
     "learner_parts": "groups calls embedding adamw logits --layers 1 --hidden 64 --words 600"
     " --updates 2 --calls 20",
     "learner_step": "--tokens 500 --segment 250 --repeats 1 --rows 1",
-    "load_shards": "--ranks 2 --layers 1 --hidden 256",
     "matching": "--scenes 1 --repeats 1",
     "overlap": "--generate 0.01 --learn 0.01 --sync 0.01 --rounds 2 --steps 2",
     "packing": "--draws 1 --one-window 100",

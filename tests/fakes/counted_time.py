@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
 
-from rollout_actors.environments.concurrency import THREADS
+from rollout_actors.threads import THREADS
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from scene_support import counts_of
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen2VLImageProcessor
 
-from learner.data.fitting import describe_cut_answers, require_lengths
+from learner.data.fitting import RowLimits, describe_cut_answers, require_lengths
 from learner.data.samples import load_samples
 from learner.held_out import HeldOut
 from learner.model.loading import load_tokens
@@ -190,9 +190,9 @@ def sample(*descs, sample_id="scene", width=PROMPT):
 
 
 def require(codec, *samples, **options):
-    options = {"max_new_tokens": 20, "global_max_length": 10_000, "on_bad_row": "error", **options}
+    limits = RowLimits(**{"max_new_tokens": 20, "global_max_length": 10_000, **options})
     dataset = Dataset(Path("data/train.jsonl"), samples, ("a row",))
-    return require_lengths(dataset, PromptOfLength(), codec, **options)
+    return require_lengths(dataset, PromptOfLength(), codec, limits)
 
 
 def longest_append(codec, of):

@@ -20,8 +20,8 @@ from launch.tools.vf_eval.endpoint import say
 from launch.tools.vf_eval.record import EvaluationSettings, read_evaluation
 from launch.tools.vf_eval.run import EvalRun
 from rollout_actors.environments.clients import openai as client
-from rollout_actors.environments.concurrency import THREADS
 from rollout_actors.environments.training.child_processes import processes_of
+from rollout_actors.threads import THREADS
 from shared.errors import ConfigError, RecordError
 
 KEYS = EnvironmentKeys("ENVIRONMENT", "-a", ", -v shows the traceback", "give -a again")

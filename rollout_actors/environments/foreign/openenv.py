@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from rollout_actors.environments.concurrency import waiting, within
+from rollout_actors.environments.concurrency import waiting
 from rollout_actors.environments.foreign.episodes import (
     Episode,
     EpisodeEnv,
@@ -26,6 +26,7 @@ from rollout_actors.environments.foreign.episodes import (
     action_form,
 )
 from rollout_actors.environments.types import Arguments, Fields, JsonObject
+from rollout_actors.threads import within
 from shared.config.rollout import is_loopback
 
 if TYPE_CHECKING:

@@ -44,9 +44,8 @@ class OneToken:
 
 def fits(path, *samples):
     dataset = Dataset(Path(path), samples)
-    options = {"max_new_tokens": 1, "global_max_length": 10, "on_bad_row": "error"}
     tokens = OneToken()
-    return fitting.require_lengths(dataset, tokens, tokens, taught=False, **options)
+    return fitting.require_lengths(dataset, tokens, tokens, fitting.RowLimits(1, 10, taught=False))
 
 
 def picture(name, *boxes, width=2000, height=1000):

@@ -7,7 +7,7 @@ from config_support import configuration, mapping
 from PIL import Image
 from small_tokenizers import small_codecs
 
-from learner.data.fitting import require_lengths
+from learner.data.fitting import RowLimits, require_lengths
 from learner.data.kept import READER_VERSION
 from learner.data.samples import load_samples
 from shared.grounding.formats import FORMATS
@@ -54,7 +54,6 @@ def test_a_reader_that_reads_something_else_has_another_version(tmp_path):
     lines = [json.dumps(of_all | row) for row in ROWS]
     lines += ['{"images": [], "images": []}', "[1", "", lines[0]]
     codec = small_codecs()["gpt2 words"]
-    limits = {"max_new_tokens": 0, "global_max_length": 1000, "on_bad_row": "skip"}
     entries = mapping(tmp_path, tmp_path, tmp_path)["rollout_matching"]["pipeline"]["objective"]
     changes = {
         "custom__trainer_variant": "stage1_sft",
@@ -75,8 +74,8 @@ def test_a_reader_that_reads_something_else_has_another_version(tmp_path):
         read.append([data.turned, data.odd, places])
         form = config.answer_format.for_pictures(Prompts.picture_resize)
         for taught in (True, False):
-            how = {"taught": taught, "answer_format": form}
-            samples, measures, _ = require_lengths(data, Prompts(), codec, **how, **limits)
+            limits = RowLimits(0, 1000, form, "skip", taught=taught)
+            samples, measures, _ = require_lengths(data, Prompts(), codec, limits)
             read.append([list(samples), measures])
     found = repr(read).replace(str(tmp_path), "")
     digest = hashlib.sha256(found.encode()).hexdigest()

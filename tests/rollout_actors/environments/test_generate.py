@@ -12,8 +12,8 @@ from environment_support import generated, rows, rubric_of, said_the_answer, use
 from scripted_client import ScriptedClient, status_error
 
 from rollout_actors.environments import concurrency
-from rollout_actors.environments.concurrency import Threads
 from rollout_actors.environments.multi_turn import SingleTurnEnv
+from rollout_actors.threads import Threads
 
 BOTH_WAYS = pytest.mark.parametrize("interleave_scoring", [True, False])
 

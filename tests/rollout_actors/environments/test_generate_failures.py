@@ -21,11 +21,11 @@ from scripted_client import Answer, ScriptedClient, status_error
 
 from rollout_actors.environments import concurrency
 from rollout_actors.environments.chat.responses import RETURNS_TOKENS
-from rollout_actors.environments.concurrency import Threads
 from rollout_actors.environments.environment import Environment
 from rollout_actors.environments.multi_turn import SingleTurnEnv
 from rollout_actors.environments.rubric import Rubric
 from rollout_actors.environments.tool import ToolEnv
+from rollout_actors.threads import Threads
 
 BOTH_WAYS = pytest.mark.parametrize("interleave_scoring", [True, False])
 

@@ -25,7 +25,7 @@ from fake_server import (
 )
 
 from rollout_actors.server import app as server_app
-from rollout_actors.server import calls, messages
+from rollout_actors.server import messages
 from rollout_actors.server.app import make_app
 from rollout_actors.server.messages import ErrorKind
 from shared.errors import RolloutError, WeightSyncError
@@ -182,7 +182,7 @@ class TestBodies:
     def test_a_body_that_stalls_is_answered_with_408_and_its_connection_ended(
         self, caller, caplog, monkeypatch
     ):
-        monkeypatch.setattr(calls, "STALL_S", 0.2)
+        monkeypatch.setattr(server_app, "STALL_S", 0.2)
         host, _, port = caller.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             head = (

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from benchmarks.matching import slow_area_iou
 from shared.grounding.geometry import (
     Point,
     Rasters,
@@ -189,49 +190,12 @@ def test_a_random_shape_is_identical_to_itself_and_to_itself_begun_elsewhere() -
         assert mask_iou(shape, turned) == pytest.approx(1.0, abs=1e-12)
 
 
-def slow_areas(a: list[Point], b: list[Point]) -> tuple[Fraction, Fraction]:
-    """Common area and union in fractions: slab after slab between the ordinates of all ends and
-    crossings.
-    """
-    edges = [
-        [tuple(sorted(edge, key=lambda point: point[1])) for edge in edges_of(ring)]
-        for ring in (a, b)
-    ]
-    edges = [[(low, high) for low, high in ring if low[1] != high[1]] for ring in edges]
-    together = edges[0] + edges[1]
-    levels = {Fraction(point[1]) for edge in together for point in edge}
-    for ((ax, ay), (bx, by)), ((cx, cy), (dx, dy)) in itertools.combinations(together, 2):
-        if determinant := (bx - ax) * (dy - cy) - (by - ay) * (dx - cx):
-            along = (cx - ax) * (dy - cy) - (cy - ay) * (dx - cx)
-            y = ay + Fraction((by - ay) * along, determinant)
-            if max(ay, cy) < y < min(by, dy):
-                levels.add(y)
-    common = union = Fraction(0)
-    for low, high in itertools.pairwise(sorted(levels)):
-        y = (low + high) / 2
-        crossings = [
-            [
-                ax + (y - ay) * Fraction(bx - ax, by - ay)
-                for (ax, ay), (bx, by) in ring
-                if ay < y < by
-            ]
-            for ring in edges
-        ]
-        for left, right in itertools.pairwise(sorted(crossings[0] + crossings[1])):
-            inside = [sum(x <= left for x in ring) % 2 for ring in crossings]
-            common += all(inside) * (right - left) * (high - low)
-            union += any(inside) * (right - left) * (high - low)
-    return common, union
-
-
 def test_exact_areas_are_those_of_arithmetic_in_fractions() -> None:
     generator = random.Random(9)
     for _ in range(150):
         a = vertices(random_shape(generator, reach=generator.choice([3, 8, 999])))
         b = vertices(random_shape(generator, reach=generator.choice([3, 8, 999])))
-        common, union = slow_areas(a, b)
-        expected = float(common / union) if union else float(set(a) == set(b))
-        assert polygon_iou(a, b) == pytest.approx(expected, abs=1e-9)
+        assert polygon_iou(a, b) == pytest.approx(slow_area_iou(a, b), abs=1e-9)
 
 
 def test_a_long_tangle_is_compared_in_slabs_of_bounded_size() -> None:

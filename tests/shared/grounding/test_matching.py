@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scene_support import truth
 
+from benchmarks.matching import slow_candidates
 from shared.grounding.geometry import aabb, mask_iou
 from shared.grounding.matching import MatchedPair, MatchResult, candidates, match_objects
 from shared.grounding.objects import ParsedObject
@@ -196,22 +197,6 @@ def test_a_point_and_another_shape_are_no_pair_and_neither_hides_the_other() -> 
     )
     # The nearest point of each is compared, and nothing of another kind.
     assert result.gating_rejections == 0
-
-
-def slow_candidates(
-    prediction: ParsedObject, ground_truth: list[GroundTruthObject], top_k: int
-) -> list[int]:
-    px1, py1, px2, py2 = aabb(prediction)
-
-    def key(j: int) -> tuple[float, int, int]:
-        x1, y1, x2, y2 = aabb(ground_truth[j])
-        width = max(0, min(px2, x2) - max(px1, x1))
-        height = max(0, min(py2, y2) - max(py1, y1))
-        union = (px2 - px1) * (py2 - py1) + (x2 - x1) * (y2 - y1) - width * height
-        distance = (px1 + px2 - x1 - x2) ** 2 + (py1 + py2 - y1 - y2) ** 2
-        return (-width * height / union, 0, j) if width * height else (0.0, distance, j)
-
-    return sorted(range(len(ground_truth)), key=key)[:top_k]
 
 
 def test_candidates_are_by_overlap_then_by_distance_then_by_index() -> None:

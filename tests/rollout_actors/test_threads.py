@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from rollout_actors.environments.concurrency import GIVEN_UP, Threads, within
+from rollout_actors.threads import GIVEN_UP, Threads, within
 
 
 class Hanging:
