@@ -40,6 +40,8 @@ os.environ |= {
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "600",
     "AUTOSCALER_UPDATE_INTERVAL_S": "600",
+    # Nor does it start a worker for each of a cluster's CPUs before anybody asks for one.
+    "RAY_prestart_worker_first_driver": "0",
 }
 # The pool reports every failed call itself.
 os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"

@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from config_support import configuration, trajectory_config
 from fake_server import ObedientEngine, make_service, make_settings, serving, serving_engine
 from fake_stock_server import StockServer
 from fake_teacher import FakeTeacher
+from forked_programs import ran
 from PIL import Image
 from tiny_qwen import make_stock_model
 from transformers import AutoTokenizer
@@ -49,7 +48,6 @@ SOUND = {
 }
 NO_QUEUE = {"stage2_ab__channel_b__enable_pipeline": False}
 CPU_NODE = {"nodes_of": lambda *_: [Resources(cpus=16, gpus=0)], "memory_of": lambda _: None}
-ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"
 SERVER = "rollout_matching.vllm.server.servers[{}].base_url: {}"
 
@@ -73,21 +71,23 @@ def keys(problems):
     return [problem.split(": ")[0] for problem in problems]
 
 
+IMPORTS = """
+import torch
+from launch.checks.preflight import preflight
+from shared.config import load_config
+"""
+
+
 def printed_after_preflight(config, folder, code):
     """Return the words of the last line that a new process prints: it runs preflight, then code."""
-    saved = folder / "config.json"
-    saved.write_text(config.model_dump_json())
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     before = (
-        "import json, sys\n"
-        "from launch.checks.preflight import preflight\n"
-        "from shared.config import load_config\n"
-        "report = preflight(load_config(json.load(open(sys.argv[1]))))\n"
+        f"os.environ['XDG_CACHE_HOME'] = {str(folder / 'cache')!r}\n"
+        f"report = preflight(load_config(json.loads({config.model_dump_json()!r})))\n"
         "assert report.facts is not None, report.problems\n"
     )
-    command = [sys.executable, "-c", before + code, str(saved)]
-    printed = subprocess.check_output(command, text=True, cwd=ROOT, env=environment)
-    return printed.splitlines()[-1].split()
+    lines, status, complaints = ran(before + code, IMPORTS)
+    assert status == 0, complaints
+    return lines[-1].split()
 
 
 @pytest.mark.slow
@@ -148,7 +148,6 @@ def test_learners_and_environments_in_the_process_of_preflight_use_all_of_transf
         else config(cluster__kind="local", rollout_matching__rollout_backend="hf", **NO_QUEUE)
     )
     code = (
-        "import torch\n"
         "from transformers.loss.loss_for_object_detection import HungarianMatcher\n"
         "boxes = torch.tensor([[0.2, 0.2, 0.1, 0.1], [0.8, 0.8, 0.1, 0.1]])\n"
         "found = {'logits': torch.zeros(1, 2, 3), 'pred_boxes': boxes.flip(0)[None]}\n"

@@ -55,7 +55,8 @@ def job(cluster, warm_checkpoint, demo_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def actors_job(job):
-    return job("stage2_3v1", "rollout_matching.decode_batch_size=6")
+    two = "rollout_matching.vllm.actors.num_actors=2"
+    return job("stage2_3v1", two, "rollout_matching.decode_batch_size=6")
 
 
 def rollouts(command, step):

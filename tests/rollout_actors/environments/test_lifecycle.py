@@ -23,6 +23,12 @@ from scripted_client import ScriptedClient
 from rollout_actors.environments.group import EnvGroup
 from rollout_actors.environments.lifecycle import Event, cleanup, handlers, stop, teardown
 
+IMPORTS = """
+import asyncio, os, signal, threading, time
+from environment_support import Talk, rows
+from rollout_actors.environments.lifecycle import cleanup, teardown
+from scripted_client import ScriptedClient, chat_response
+"""
 ROW = {"prompt": [user("hi")], "example_id": 0, "task": "talk"}
 
 
@@ -309,12 +315,6 @@ def test_an_environment_made_off_the_main_thread_sets_no_signal_handler():
 # The end of the process
 
 PROGRAM = """
-    import asyncio, os, signal, sys, threading, time
-    sys.path[:0] = ["tests/fakes", "tests/fixtures"]
-    from environment_support import Talk, rows
-    from rollout_actors.environments.lifecycle import cleanup, teardown
-    from scripted_client import ScriptedClient
-
     class Env(Talk):
         @cleanup
         async def put_away(self, state):
@@ -337,7 +337,7 @@ TORN = ["teardown", "plainly"]
 def program(body: str, **signalled: Any) -> tuple[list[str], int, str]:
     """Lines that it wrote, how it ended, and what it complained of."""
     code = textwrap.dedent(PROGRAM) + textwrap.dedent(body)
-    lines, status, complaints = ran(code, **signalled)
+    lines, status, complaints = ran(code, IMPORTS, **signalled)
     return " ".join(lines).split(), status, complaints
 
 
