@@ -160,9 +160,8 @@ class _LoopQueue:
                 loop.call_soon_threadsafe(self._run_callbacks)
 
     def _run_callbacks(self) -> None:
-        self._is_woken = (
-            False  # first, so that a callback that comes from now on wakes the loop again
-        )
+        # First, so that a callback that comes from now on wakes the loop again.
+        self._is_woken = False
         while self._callbacks:
             self._callbacks.popleft()()
 
