@@ -4,7 +4,7 @@
 # Runs each COMMAND (a line for bash), prints its name and the time so far when it begins, and continues with the next one if it fails.
 # The command of --beside runs next to the stage before it, at a lower priority, and its output is printed after that stage's.
 # At the end it prints how long each command took, what failed and what was left out. The exit status is 1 if a command failed.
-# Commands may append the names of failed tests to the file $FAILED_TESTS. It is printed last, where a log that is too long is not cut.
+# Commands may append the names of failed tests to the file $FAILED_TESTS. It is printed last, because the middle of a long log may be cut.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -159,6 +159,7 @@ def waiting_for_registration() -> Iterator[None]:
 
     Ray has no setting for its limit of 30 s, which a start on a busy machine exceeds.
     """
+    # Ray's `services.get_node_with_retry` is no help: it calls the function that is replaced here.
     from ray._private import services
 
     get_node = services.get_node
