@@ -108,6 +108,7 @@ class VllmEngine:
             # A note, not part of the message: it is for error.txt.
             failure.add_note(story)
             raise failure from error
+        await self.collective_rpc("unlink_shared_memory")
         await self.guard_by(self._settings.repeat_guard)
         # vLLM labels every rollout with this version; `to_completion` compares it with ours.
         await self._llm.update_weight_version("0")

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -164,6 +166,15 @@ class VerifyingWorker(GuardedWorker):
         """Write back what `keep_unsynced` copied, once the memory of the weights is there again."""
         self._unsynced.restore()
         del self._unsynced
+
+    def unlink_shared_memory(self) -> None:
+        """Remove the names of the memory that vLLM's workers on CPU share, which all have mapped.
+
+        A worker that is killed would leave named memory in /dev/shm. Without a name, Linux frees
+        it when the last worker ends.
+        """
+        for name in re.findall(r"/dev/shm/vllm_\S+$", Path("/proc/self/maps").read_text(), re.M):
+            Path(name).unlink(missing_ok=True)  # each worker finds the names of all
 
     def abandon_update(self) -> None:
         """End a failed weight update: leave the process group, and restore the model.

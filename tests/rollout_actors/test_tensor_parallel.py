@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
 from engine_support import TIMEOUTS, SmallLearner, create_actor, generated, small_settings
+from fake_server import eventually
 
 from launch.processes.fleet import Fleet
 from launch.processes.rollout_client import RolloutClient
@@ -22,28 +24,33 @@ from shared.weight_sync.phases import sync_weights
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
-def named_memory(process: psutil.Process) -> set[Path]:
-    """What it and the processes below it have mapped of Python's, and of vLLM's own kernels."""
+def shared_memory(actor: Any) -> list[str]:
+    """Names of the memory that the engine's processes share, of Python's and of vLLM's kernels.
+
+    Linux writes "(deleted)" behind a name that does not exist any more.
+    """
+    engine = psutil.Process(ray.get(actor.process_ids.remote())[0])
     maps = "".join(
         Path(f"/proc/{one.pid}/maps").read_text()
-        for one in (process, *process.children(recursive=True))
+        for one in (engine, *engine.children(recursive=True))
     )
-    return {Path(name) for name in re.findall(r"/dev/shm/(?:psm_|vllm_)\S+", maps)}
+    return re.findall(r"/dev/shm/((?:psm_|vllm_)\S+(?: \(deleted\))?)", maps)
 
 
 @pytest.fixture(scope="module")
-def pool(ray_cluster: None, demo_checkpoint: Path) -> Iterator[RolloutClient]:
-    actor = create_actor("actor-0", small_settings(demo_checkpoint, tensor_parallel_size=2), 0)
+def actor(ray_cluster: None, demo_checkpoint: Path) -> Any:
+    return create_actor("actor-0", small_settings(demo_checkpoint, tensor_parallel_size=2), 0)
+
+
+@pytest.fixture(scope="module")
+def pool(actor: Any) -> Iterator[RolloutClient]:
     pool = RolloutClient(Fleet([actor], ["actor-0"], TIMEOUTS), RoundSize(4))
     pool.start()
     yield pool
-    shared = named_memory(psutil.Process(ray.get(actor.process_ids.remote())[0]))
-    # vLLM's own memory is there only with AVX-512: without it its CPU kernels know none.
-    assert "psm" in {path.name.split("_")[0] for path in shared}, (
-        "what the engine's processes share while they live"
-    )
+    names = {name for name in shared_memory(actor) if name.startswith("psm_")}
+    assert names, "messages of the engine to its processes"
     pool.close()
-    assert not [path for path in shared if path.exists()], "a kill alone would have left it behind"
+    assert eventually(lambda: not [name for name in names if Path("/dev/shm", name).exists()])
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +75,12 @@ def test_an_engine_of_two_devices_takes_weights_on_both_and_decodes_for_both(
             tokens, logprobs = learner.greedy(request)
             assert rollout.response_token_ids == tokens
             assert rollout.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_the_memory_that_workers_share_has_no_name_that_a_kill_would_leave(
+    pool: RolloutClient, actor: Any
+) -> None:
+    # vLLM's CPU kernels share memory only on processors with AVX-512.
+    names = [name for name in shared_memory(actor) if name.startswith("vllm_")]
+    assert names or "avx512f" not in Path("/proc/cpuinfo").read_text()
+    assert all(name.endswith("(deleted)") for name in names)

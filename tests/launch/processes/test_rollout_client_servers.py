@@ -266,10 +266,10 @@ def make_mending(
     names = ["server-0", "server-1"]
 
     def make(
-        urls: Sequence[str], *, start_s: float = 60.0, answer_s: float = 60.0, max_restarts: int = 3
+        urls: Sequence[str], *, back_s: float = 60.0, answer_s: float = 60.0, max_restarts: int = 3
     ) -> RolloutClient:
-        def create(index: int, _: int = 1) -> Any:
-            limits = {"timeout_s": start_s, "infer_timeout_s": None}
+        def create(index: int, number: int = 0) -> Any:
+            limits = {"timeout_s": back_s if number else 60.0, "infer_timeout_s": None}
             spec = ServerEngineSpec(
                 names[index], make_address(urls[index], **limits), index, expected
             )
@@ -364,7 +364,7 @@ def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(
 def test_a_server_that_does_not_come_back_in_time_ends_the_run_with_what_to_do(
     make_mending, supervised
 ):
-    client = make_mending(supervised.urls, start_s=2.0)
+    client = make_mending(supervised.urls, back_s=2.0)
     supervised.end(1)
     assert who_answers(client) == ["server-0"] * 4
     url = supervised.urls[1]
