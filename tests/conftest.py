@@ -97,6 +97,19 @@ def _modules_are_looked_for_where_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _secrets_of_one_test_are_words_of_the_next() -> Iterator[None]:
+    """Forget the secrets that a test hides, which would be masked in messages of the others."""
+
+    def hidden() -> set[str]:
+        secrets = sys.modules.get("shared.config.secrets")
+        return set() if secrets is None else secrets._hidden
+
+    before = set(hidden())
+    yield
+    hidden().intersection_update(before)
+
+
+@pytest.fixture(autouse=True)
 def _the_process_is_left_as_it_was() -> Iterator[None]:
     """Fail where a test leaves a setting behind that others in its worker would find."""
     before = gc.get_threshold(), gc.isenabled(), Path.cwd()
@@ -147,12 +160,12 @@ def ray_cluster() -> Iterator[None]:
     """Start a cluster of this session's own, which believes that it has 8 CPUs."""
     import ray
 
-    from launch.processes.ray_connection import waiting_for_registration
+    from launch.processes.ray_connection import patient_start
 
     folder = tempfile.mkdtemp(prefix="rm", dir="/tmp")  # short, because sockets live in it
     # An actor with a `runtime_env` would find the tests' modules too, but never a waiting process.
     modules = [str(Path(__file__).parent / name) for name in ("fakes", "fixtures")]
-    with pytest.MonkeyPatch.context() as environment, waiting_for_registration():
+    with pytest.MonkeyPatch.context() as environment, patient_start():
         environment.setenv("PYTHONPATH", os.pathsep.join(modules), prepend=os.pathsep)
         ray.init(
             address="local",

@@ -25,10 +25,10 @@ from shared.config.algorithm import TeacherSection
 from shared.config.rollout import ServerEntry, ServerSection
 from shared.errors import RolloutError, UnreachableError
 
-ANSWER_S = 5.0
+ANSWER_S = 15.0
 """Time limit in seconds for one answer. Later, the run itself waits longer for a server that is
 still loading (`server.timeout_s`)."""
-INSPECT_S = 20.0
+INSPECT_S = 60.0
 """Time limit in seconds for all requests to one server. Some requests are answered by the engine of
 the server, which may be stuck."""
 _SERVERS = "rollout_matching.vllm.server.servers"

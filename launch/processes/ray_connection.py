@@ -33,6 +33,15 @@ ANSWER_S = 60.0
 """Limit in seconds for the Ray cluster to answer. The time begins after Ray has been imported."""
 REGISTER_S = 120.0
 """Limit in seconds for the processes of a cluster that Ray starts for a run to find each other."""
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "runtime_env_agent_port",
+    "dashboard_agent_listen_port",
+)
+"""Arguments of Ray's `services.start_raylet`: the ports of a node's agents."""
+_HELD: list[socket.socket] = []
+"""Sockets that keep the ports of agents until this process ends."""
 _CHECK_OWN = (
     "check that this machine has memory and disk for Ray (`free -h`, `df -h /tmp`), or train in one"
     " process (cluster=local)"
@@ -131,7 +140,7 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
 
     # A signal to this process's group must not end the learner, which then saves the weights.
     place = starting_in_another_group() if address == "local" else nullcontext()
-    patience = waiting_for_registration() if address == "local" else nullcontext()
+    patience = patient_start() if address == "local" else nullcontext()
     try:
         with place, deaf_to_hangup(), patience:
             context = ray.init(
@@ -154,31 +163,73 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
 
 
 @contextmanager
-def waiting_for_registration() -> Iterator[None]:
-    """Let `ray.init` wait `REGISTER_S` seconds for its own node.
+def patient_start() -> Iterator[None]:
+    """Let the processes of a cluster that `ray.init` starts need `REGISTER_S` seconds.
 
-    Ray has no setting for its limit of 30 s, which a start on a busy machine exceeds.
+    Ray has no settings for two of its limits, which a start on a busy machine exceeds: 30 s until
+    the node registers, and 15 s until its agents report the ports that they chose. Therefore the
+    ports are chosen here.
     """
     # Ray's `services.get_node_with_retry` is no help: it calls the function that is replaced here.
     from ray._private import services
 
     get_node = services.get_node
+    start_raylet = services.start_raylet
+    start_process = services.start_ray_process
     until_s = time.monotonic() + REGISTER_S
+    ports: dict[str, int] = {}
 
     def patient_get_node(gcs_address: str, node_id: str) -> dict[str, Any]:
         while True:
+            is_late = time.monotonic() >= until_s
             try:
-                return get_node(gcs_address, node_id)
-            except RuntimeError:  # it has not registered yet
-                if time.monotonic() >= until_s:
+                node = get_node(gcs_address, node_id)
+                if ports and not is_late:
+                    # Ray loses counts of metrics that are made before this agent listens.
+                    host = gcs_address.rpartition(":")[0].strip("[]")
+                    socket.create_connection((host, ports[AGENT_PORTS[0]]), LISTEN_S).close()
+                return node
+            except (RuntimeError, OSError):  # it has not registered, or the agent does not listen
+                if is_late:
                     raise
                 time.sleep(0.1)
 
+    def start_raylet_with_ports(*arguments: object, **options: Any) -> object:
+        ports.update((name, _held_port()) for name in AGENT_PORTS)
+
+        # Ray does not pass the last of these ports to the raylet, which would wait for it.
+        def start_with_port(command: list[str], *others: object, **more: object) -> object:
+            flag = f"--{AGENT_PORTS[-1]}={ports[AGENT_PORTS[-1]]}"
+            return start_process([*command, flag], *others, **more)
+
+        limit = "RAY_agent_register_timeout_ms"
+        variables = {limit: os.environ.get(limit, f"{1000 * REGISTER_S:.0f}")}
+        more = {"env_updates": variables | (options["env_updates"] or {}), **ports}
+        services.start_ray_process = start_with_port
+        try:
+            return start_raylet(*arguments, **options | more)
+        finally:
+            services.start_ray_process = start_process
+
     services.get_node = patient_get_node
+    services.start_raylet = start_raylet_with_ports
     try:
         yield
     finally:
         services.get_node = get_node
+        services.start_raylet = start_raylet
+
+
+def _held_port() -> int:
+    """Return a free port, and keep it from programs that ask the system for any free port.
+
+    A server that asks for this port can listen there if it sets SO_REUSEADDR, as servers do.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    _HELD.append(held)
+    return int(held.getsockname()[1])
 
 
 def _private_ray_folder(cluster: ClusterSection) -> Path:

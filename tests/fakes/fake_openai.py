@@ -77,7 +77,7 @@ class FakeOpenAI:
             self._under_way -= 1
 
     async def _answer(self, body: dict[str, Any], number: int) -> Any:
-        await asyncio.wait_for(self._have_met.wait(), 60)
+        await asyncio.wait_for(self._have_met.wait(), 240)
         await asyncio.sleep(self.delay_s)
         if self.answers is not None and number > self.answers:
             await asyncio.Event().wait()

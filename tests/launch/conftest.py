@@ -55,11 +55,11 @@ def cluster() -> Iterator[str]:
     """A running cluster, as an override, for runs that need none of their own."""
     from ray.cluster_utils import Cluster
 
-    from launch.processes.ray_connection import waiting_for_registration
+    from launch.processes.ray_connection import patient_start
 
     # The dashboard's processes each import Ray, and nobody reads the logs that a monitor would send.
     lean = {"include_dashboard": False, "include_log_monitor": False}
-    with adopted_orphans(), waiting_for_registration():
+    with adopted_orphans(), patient_start():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **lean})
     yield f"cluster.address={cluster.address}"
     cluster.shutdown()

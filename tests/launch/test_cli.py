@@ -121,7 +121,7 @@ def test_a_command_outlives_its_console_whose_lines_continue_in_the_run_folder(l
     else:
         end, target = os.pipe()
         os.close(end)
-    done = subprocess.run(command, cwd=ROOT, stdout=target, stderr=target, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, stdout=target, stderr=target, timeout=240, check=False)
     if target is not None:
         os.close(target)
     assert done.returncode == 0
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_ends_a_command_at_once_and_says_what_it_leaves():
         time.sleep(cli.TWICE_S)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=120) == 130
         told = process.stderr.read()
     assert re.search("ended at once: .*files .*processes none ", told)
 
@@ -353,6 +353,6 @@ with explained(make_console()):
 
 def test_what_is_logged_shows_terminal_controls_escaped():
     command = [sys.executable, "-c", LOGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     assert "\x1b" not in done.stderr
     assert "row \\x1b]0;title\\x07" in done.stderr and "ValueError: \\x1b[31m" in done.stderr

@@ -160,7 +160,8 @@ def test_a_run_that_is_struck_by_four_faults_has_the_ledger_of_the_undisturbed_o
     command, undisturbed
 ):
     faults = ["timeouts.stall_s=5.0", "timeouts.sync_phase_s=20.0", "resume.automatic=true"]
-    faults += ["rollout_matching.vllm.actors.max_restarts=8", "checkpoint.save_steps=1"]
+    # On a busy machine sound actors may be given up too.
+    faults += ["rollout_matching.vllm.actors.max_restarts=100", "checkpoint.save_steps=1"]
     run = command(*SHORT, *faults, "resume=auto")
     run.wait_for("held out  after 1 steps")
     engines = [pid for pid, line in run.processes().items() if is_engine(line)]

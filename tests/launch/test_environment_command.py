@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from command_support import commands
+from held_port import held_port
 from safetensors.torch import load_file
 from serve_process import serve_process
 from text_families import make_text_model
@@ -178,7 +179,8 @@ def test_rollouts_by_servers_are_those_by_actors_though_one_is_killed_and_starte
             arguments = [*settings, f"port={port}"]
             return servers.enter_context(serve_process(arguments, tmp_path / name))
 
-        first, second = start("first"), start("second")
+        port = servers.enter_context(held_port())  # for a server and its successor
+        first, second = start("first"), start("second", port)
         listed = ",".join(f"{{base_url:'{one.url}',group_port:0}}" for one in (first, second))
         run = command(
             *SMALL, cluster, "backend=server", f"rollout_matching.vllm.server.servers=[{listed}]"
@@ -186,7 +188,7 @@ def test_rollouts_by_servers_are_those_by_actors_though_one_is_killed_and_starte
         run.wait_for("sync      v1")
         second.process.kill()
         second.process.wait()
-        start("second again", port=second.url.rpartition(":")[2])
+        start("second again", port)
         assert run.process.wait(timeout=600) == 0, run.output
     assert "server-1 is back after" in run.output
     assert sum(line.get("rollout/num_replaced", 0) for line in run.lines("metrics.jsonl")) == 1

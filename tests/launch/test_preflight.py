@@ -35,6 +35,7 @@ from launch.checks.servers import (
 from launch.loggers import sink
 from launch.processes.placement import Resources
 from learner.data.samples import load_samples
+from rollout_actors.environments.training.teacher import MODELS
 from rollout_actors.server.app import make_app
 from shared.config.pipeline import EXAMPLE_PIPELINE
 from shared.weight_sync.transports import Device, TransportKind
@@ -260,7 +261,7 @@ def test_an_environment_beside_the_engine_has_its_place_in_the_learner(demo_lm, 
 
 @pytest.mark.slow
 def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_for(
-    demo_lm, tmp_path
+    demo_lm, tmp_path, monkeypatch
 ):
     def found(url, waits=False, **keys):
         teacher = {"base_url": url, "model": "teacher", **keys}
@@ -285,7 +286,9 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
         (problem,) = found(url)
         assert re.search(rf"^environment\.teacher\.base_url: {url} .*HTTP 503: loading", problem)
     assert teacher.bodies == []
-    # The limit of what it scores is the run's own, and no other.
+    # The limit of what it scores is the run's own, and no other. Its models come whenever they do.
+    models = "rollout_actors.environments.training.teacher.Teacher._wait_until_up"
+    monkeypatch.setattr(models, lambda teacher: teacher._http.get(MODELS, timeout_s=120.0))
     with serving(FakeTeacher(tokenizer, troubles=[0, 0]).app()) as url:
         (problem,) = found(url, waits=True, timeout_s=0.5)
         assert problem.endswith("one answer fits into environment.teacher.timeout_s = 0.5 s")

@@ -331,7 +331,7 @@ def test_the_server_answers_this_machine_alone(tmp_path):
 
         def ask(path: str, **headers: str) -> str:
             request = urllib.request.Request(url + path, headers=headers)
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.read().decode()
 
         assert data_of(ask("/"))["served"] and not data_of(ask("/"))["rollouts"][0]

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
@@ -69,7 +70,10 @@ def exported() -> list[Sample]:
     """Name, labels and value of everything at the metrics endpoint of Ray's first node."""
     node = ray.nodes()[0]
     endpoint = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    text = urlopen(endpoint, timeout=10).read().decode()
+    try:
+        text = urlopen(endpoint, timeout=60).read().decode()
+    except URLError:  # it is not open yet
+        return []
     lines = [re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line) for line in text.splitlines()]
     return [
         (line[1], dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', line[2])), float(line[3]))

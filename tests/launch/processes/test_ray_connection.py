@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+from held_port import held_port
 from ray._private import services
 from ray._private.node import Node
 from ray.exceptions import AuthenticationError
@@ -27,11 +28,12 @@ from ray.exceptions import AuthenticationError
 from launch.processes import ray_connection
 from launch.processes.placement import Resources
 from launch.processes.ray_connection import (
+    AGENT_PORTS,
     GRAFANA,
     GRAFANA_FOLDER,
     cluster_nodes,
     connect,
-    waiting_for_registration,
+    patient_start,
 )
 from shared.config.job import ClusterSection
 from shared.errors import ConfigError
@@ -44,7 +46,7 @@ TOKEN = "set RAY_AUTH_MODE=token here and give this machine the cluster's token 
 
 
 def nodes_at(address: str) -> list[Resources]:
-    return cluster_nodes(ClusterSection(address=address), 60.0)
+    return cluster_nodes(ClusterSection(address=address), 240.0)
 
 
 def connect_to(address: str) -> object:
@@ -63,10 +65,10 @@ def test_an_address_where_nothing_listens_is_refused_before_ray_is_asked(
     ask: Callable[[str], object], prefix: str
 ) -> None:
     """`ray.init` would wait there for many minutes, without a word."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"{prefix}127.0.0.1:{taken.getsockname()[1]}"
     refused = "gives no Ray cluster ([Errno 111] Connection refused)"
-    assert refusal(ask, address) == f"cluster.address: {address} {refused}; {CHECK}"
+    with held_port() as port:
+        address = f"{prefix}127.0.0.1:{port}"
+        assert refusal(ask, address) == f"cluster.address: {address} {refused}; {CHECK}"
 
 
 @pytest.mark.slow
@@ -163,13 +165,57 @@ def test_a_node_that_has_not_registered_yet_is_waited_for_up_to_a_limit(
     missing = RuntimeError("no such node")
     get_node = Mock(side_effect=[missing, missing, {"node_id": "a"}, missing, missing])
     monkeypatch.setattr(services, "get_node", get_node)
-    with waiting_for_registration():
+    with patient_start():
         assert services.get_node("gcs", "a") == {"node_id": "a"}
     assert get_node.call_args_list == [call("gcs", "a")] * 3
     monkeypatch.setattr(ray_connection, "REGISTER_S", 0.05)
-    with waiting_for_registration(), pytest.raises(RuntimeError, match="no such node"):
+    with patient_start(), pytest.raises(RuntimeError, match="no such node"):
         services.get_node("gcs", "b")
     assert services.get_node is get_node
+
+
+def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert {*AGENT_PORTS, "env_updates"} < inspect.signature(
+        services.start_raylet
+    ).parameters.keys()
+    monkeypatch.delenv("RAY_agent_register_timeout_ms", raising=False)
+    started: dict[str, int] = {}
+    variables: dict[str, str] = {}
+    asked = {"env_updates": None, **dict.fromkeys(AGENT_PORTS, 0)}
+
+    def start_raylet(session: str, *, env_updates: dict[str, str], **ports: int) -> None:
+        started.update(ports)
+        variables.update(env_updates)
+        services.start_ray_process(["raylet", f"--session={session}"], "raylet", fate_share=None)
+
+    start_process = Mock()
+    monkeypatch.setattr(services, "start_raylet", start_raylet)
+    monkeypatch.setattr(services, "start_ray_process", start_process)
+    node = {"node_id": "a"}
+    monkeypatch.setattr(services, "get_node", Mock(return_value=node))
+    monkeypatch.setattr(ray_connection, "REGISTER_S", 0.5)
+    with patient_start():
+        services.start_raylet("a", **asked)
+        assert services.get_node("127.0.0.1:1", "a") is node, "a silent agent stops nobody"
+    monkeypatch.setattr(ray_connection, "REGISTER_S", 120.0)
+    with patient_start():
+        services.start_raylet("a", **asked)
+        assert variables == {"RAY_agent_register_timeout_ms": "120000"}
+        with socket.create_server(("", started["metrics_agent_port"])) as agent:
+            assert services.get_node("127.0.0.1:1", "a") is node
+            agent.settimeout(120)
+            agent.accept()[0].close()
+    assert (services.start_raylet, services.start_ray_process) == (start_raylet, start_process)
+    assert len({*started.values()}) == 4 and started.keys() == {*AGENT_PORTS}
+    flag = f"--dashboard_agent_listen_port={started['dashboard_agent_listen_port']}"
+    command = ["raylet", "--session=a", flag]
+    assert start_process.call_args == call(command, "raylet", fate_share=None)
+    for port in started.values():
+        socket.create_server(("", port)).close()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
 
 
 def test_who_gets_in_is_told_with_the_way_to_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +235,7 @@ def test_what_ray_starts_does_not_hear_that_the_terminal_is_closed() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     child.send_signal(signal.SIGHUP)
     child.terminate()
-    assert child.wait(timeout=30) == -signal.SIGTERM
+    assert child.wait(timeout=120) == -signal.SIGTERM
 
 
 IN_ANOTHER_GROUP = """\
@@ -239,6 +285,6 @@ def in_another_group(
     """Return what a process of its own tells of itself and of a child that it started there."""
     command = [*(before or []), sys.executable, "-c", IN_ANOTHER_GROUP, *arguments]
     output = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, **options
+        command, capture_output=True, text=True, timeout=240, check=False, **options
     )
     return json.loads(output.stdout)

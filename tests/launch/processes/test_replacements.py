@@ -15,6 +15,8 @@ import psutil
 import pytest
 import ray
 from fake_actors import create_fake_actor
+from fake_server import eventually
+from patience import LONG_S, watch_patiently
 
 from launch.processes import fleet
 from launch.processes.fleet import Fleet, RolloutTimeouts
@@ -29,7 +31,7 @@ from shared.rollouts import WeightOffer
 from shared.sent_requests import PictureShelf
 
 LIMITS = RolloutTimeouts.for_actors(
-    TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=60.0)
+    TimeoutsSection(start_s=LONG_S, generate_s=LONG_S, sync_phase_s=LONG_S)
 )
 OFFER = WeightOffer(version=1, transport="rollmatch_gloo", terms=None, canary=None)
 NAMES = ["actor-0", "actor-1"]
@@ -87,8 +89,8 @@ def client(fake_actors: list[Any]) -> Iterator[Callable[..., RolloutClient]]:
     def make(
         *troubles: Trouble,
         then: Sequence[Trouble] = (),
-        stall_s: float = 60.0,
-        sync_phase_s: float = 60.0,
+        stall_s: float = LONG_S,
+        sync_phase_s: float = LONG_S,
         max_restarts: int = 3,
     ) -> RolloutClient:
         limits = replace(
@@ -162,7 +164,7 @@ def test_what_a_dead_actor_owed_is_answered_by_the_next_and_it_is_back_before_th
     (replaced,) = pool.pop_replaced()
     assert replaced.actor == "actor-1"
     assert replaced.reason.startswith("generate on actor-1: its process has ended")
-    assert 0 < replaced.started_s - replaced.lost_s < 60
+    assert 0 < replaced.started_s - replaced.lost_s < LONG_S
     assert pool.pop_replaced() == []
 
 
@@ -180,22 +182,27 @@ def test_where_no_more_may_be_replaced_the_error_says_how_many_were(client):
 
 
 @pytest.mark.ray
-def test_where_nobody_is_replaced_a_stalled_actor_ends_the_round(client, fake_actors):
+def test_where_nobody_is_replaced_a_stalled_actor_ends_the_round(client, fake_actors, monkeypatch):
+    watch_patiently(monkeypatch)
     ray.get(fake_actors[1].become.remote(*STALLS))
     with pytest.raises(RolloutError, match=r"actor-1: no token in timeouts\.stall_s = 1 s"):
         who_answers(client(GOOD, GOOD, stall_s=1.0, max_restarts=0))
 
 
 @pytest.mark.ray
-def test_a_stopped_actor_is_given_up_killed_and_replaced(client):
+def test_a_stopped_actor_is_given_up_killed_and_replaced(client, monkeypatch):
+    silent = watch_patiently(monkeypatch)
     pool = client(GOOD, ("generate", "sleep"), stall_s=1.5)
     pids = [
         ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) for actor in pool.engines.actors
     ]
     generating = pool.generate(refs(4))
-    time.sleep(0.5)
+    assert eventually(lambda: ray.get(pool.engines.actors[1].tasks.remote()))
+    silent.add(1)
     os.kill(pids[1], signal.SIGSTOP)
-    assert [name for name, _ in answers(generating.future.result(timeout=60))] == ["actor-0"] * 4
+    rollouts = answers(generating.future.result(timeout=LONG_S))
+    assert [name for name, _ in rollouts] == ["actor-0"] * 4
+    silent.clear()
     pool.join_replacements()
     (replaced,) = pool.pop_replaced()
     assert re.search(r"no answer .*actor-1 .*timeouts\.stall_s = 1\.5 s", replaced.reason)
@@ -213,9 +220,14 @@ def soon(monkeypatch):
     return {"stall_s": 1.0, "sync_phase_s": 0.5}
 
 
+ALIVE = SimpleNamespace(check_alive=SimpleNamespace(remote=lambda: ray.put(None)))
+"""An actor that has answered, however busy the machine is."""
+
+
 @pytest.mark.ray
 def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_sync(client, soon):
     pool = client(("check_alive", "sleep"), GOOD, stall_s=soon["stall_s"], sync_phase_s=600.0)
+    pool.engines.actors = (pool.engines.actors[0], ALIVE)
     assert pool.join_replacements()
     (replaced,) = pool.pop_replaced()
     assert re.search(r"^generate on actor-0: no answer .*2 s; check ", replaced.reason)
@@ -223,11 +235,13 @@ def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_s
 
 @pytest.mark.ray
 def test_all_engines_that_are_stuck_in_one_sync_are_replaced_together(client, soon):
-    pool = client(("wire", "stick"), ("wire", "stick"), **soon)
+    # In the first phase: the limit is for it alone.
+    pool = client(("pause", "stick"), ("pause", "stick"), **soon)
     with pytest.raises(WeightSyncError):
         pool.receive_weights(OFFER).result()
     assert pool.join_replacements()
     assert sorted(one.actor for one in pool.pop_replaced()) == NAMES
+    pool.engines.timeouts = LIMITS
     pool.receive_weights(OFFER).result()
     assert pool.version == 1
 
@@ -275,6 +289,8 @@ def test_an_actor_that_is_late_or_fails_by_itself_ends_the_start(client):
         client(GOOD, ("start", "fail")).start()
     assert not isinstance(caught.value, LostStartError)
     late = client(GOOD, ("start", "sleep")).engines
+    late.begin_start()
+    ray.wait(late._starting, num_returns=1, timeout=LONG_S)
     late.timeouts = replace(late.timeouts, start=Timeout(0.5, "timeouts.start_s"))
     message = "no answer from actor-1 after timeouts.start_s = 0.5 s"
     with pytest.raises(LostStartError, match=message):
@@ -324,7 +340,7 @@ def test_when_the_pool_is_closed_nothing_is_started_any_more(client):
     (new,) = [one.answer for one in starting.values()]
     pool.close()
     with pytest.raises(RolloutError, match="its process has ended"):
-        generating.future.result(timeout=60)
+        generating.future.result(timeout=LONG_S)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(new, timeout=120)
     assert len(starting) == 1
@@ -345,6 +361,7 @@ def test_whoever_neither_samples_nor_answers_is_given_up_and_nobody_else(
 ):
     ray.get(fake_actors[1].become.remote(*trouble))
     owed = fake_actors[1].generate.remote(refs(1)[0][0].sent)
+    assert eventually(lambda: ray.get(fake_actors[1].tasks.remote()))
     now_s = [0.0]
     watch = StallWatch(NAMES, Timeout(10.0, "timeouts.stall_s"), clock_s=lambda: now_s[0])
     assert watch.interval_s == 2.5
@@ -353,7 +370,10 @@ def test_whoever_neither_samples_nor_answers_is_given_up_and_nobody_else(
     given_up = {}
     for now_s[0] in looks:
         given_up[now_s[0]] = watch.look(fake_actors)
-        time.sleep(0.3)  # so that each look finds the answer to the last one
+        # So that each look finds the answers to the last one.
+        answered = [watch._watched[index].answer for index in (0, 1)]
+        num_answers = 1 if trouble[0] == "progress" else 2
+        assert len(ray.wait(answered, num_returns=num_answers, timeout=LONG_S)[0]) == num_answers
     assert [given_up[look] for look in looks[:4]] == [{}] * 4
     last = given_up[516.0]
     assert [str(error).partition(": ")[2].partition(";")[0] for error in last.values()] == (

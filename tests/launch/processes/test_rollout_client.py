@@ -14,6 +14,7 @@ import pytest
 import ray
 from fake_actors import EchoEngine, Sender, create_fake_actor
 from fake_server import make_request
+from patience import LONG_S, only_the_last_is_late
 from ray.exceptions import OwnerDiedError, RayTaskError
 from rich.console import Console
 
@@ -22,7 +23,7 @@ from launch.processes.rollout_client import RolloutClient
 from launch.processes.rounds import RoundSize
 from launch.run_folder.console import Wait
 from rollout_actors.engine.actor import EngineActor
-from rollout_actors.engine.ray_calls import RayCall
+from rollout_actors.engine.ray_calls import RayCall, wait_for_all
 from shared.config.job import TimeoutsSection
 from shared.errors import ConfigError, LearnerError, RecordError, RolloutError, WeightSyncError
 from shared.protocols import CLOSED_S, PerRank
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.ray
 MakeClient = Callable[..., RolloutClient]
 
 
-def timeouts(limit_s: float = 30.0) -> RolloutTimeouts:
+def timeouts(limit_s: float = LONG_S) -> RolloutTimeouts:
     return RolloutTimeouts.for_actors(
         TimeoutsSection(start_s=limit_s, generate_s=limit_s, sync_phase_s=limit_s)
     )
@@ -52,7 +53,7 @@ def make_client(fake_actors: list[Any]) -> MakeClient:
         phase: str = "",
         trouble: str = "",
         *,
-        limit_s: float = 30.0,
+        limit_s: float = LONG_S,
         size: RoundSize = RoundSize(2),  # noqa: B008
         **options: Any,
     ) -> RolloutClient:
@@ -71,7 +72,7 @@ def make_client(fake_actors: list[Any]) -> MakeClient:
 
 
 def own_client(
-    *troubles: tuple[str, str], limit_s: float = 30.0, closed_s: float = 30.0
+    *troubles: tuple[str, str], limit_s: float = LONG_S, closed_s: float = 30.0
 ) -> RolloutClient:
     """A started client of an actor of its own for each of these phases and troubles."""
     names = [f"actor-{index}" for index in range(len(troubles))]
@@ -220,17 +221,23 @@ LATE = "no answer from actor-1 after timeouts.{}_s = 1 s; check the engine's log
     ],
 )
 def test_an_actor_that_is_late_or_fails_is_named_with_the_phase_and_what_happened(
-    make_client: MakeClient, phase: str, trouble: str, told: str
+    make_client: MakeClient, phase: str, trouble: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = make_client(phase, trouble, limit_s=1.0 if trouble == "sleep" else 30.0)
+    only_the_last_is_late(monkeypatch)
+    client = make_client(phase, trouble, limit_s=1.0 if trouble == "sleep" else LONG_S)
     with pytest.raises(RolloutError, match=f"{phase} on actor-1: {told}") as caught:
         client.start() if phase == "start" else client.generate(refs(2)).result()
     assert (caught.value.actor, caught.value.phase) == ("actor-1", phase)
 
 
 def test_a_sync_phase_without_an_answer_is_named_by_actor_and_phase(
-    make_client: MakeClient,
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def of_wire(call: RayCall, answers: Any) -> list[Any]:
+        return wait_for_all(call if call.phase == "wire" else replace(call, limit=None), answers)
+
+    monkeypatch.setattr("launch.processes.rollout_client.wait_for_all", of_wire)
+    only_the_last_is_late(monkeypatch)
     client = make_client("wire", "sleep", limit_s=0.5)
     message = (
         r"wire on actor-1: no answer from actor-1 after timeouts.sync_phase_s = 0.5 s; check"
@@ -263,9 +270,10 @@ def test_an_actors_own_error_arrives_as_it_was_raised(make_client: MakeClient) -
 
 
 def test_of_engines_that_fail_together_the_one_that_broke_the_connection_is_told(
-    make_client: MakeClient, fake_actors: list[Any]
+    make_client: MakeClient, fake_actors: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own error may come after the others have noticed that it left the group."""
+    monkeypatch.setattr("rollout_actors.engine.ray_calls.PEER_ERROR_GRACE_S", LONG_S)
     client = make_client("wire", "fail late")
     ray.get(fake_actors[0].become.remote("wire", "lose peer"))
     with pytest.raises(WeightSyncError, match="wire on actor-1: told to fail"):
@@ -342,18 +350,18 @@ def test_closing_twice_is_harmless_and_ends_whoever_still_waits(ray_cluster: Non
     client.close()
     client.close()
     with pytest.raises(RolloutError, match="its process has ended"):
-        waiting.future.result(timeout=60)
+        waiting.future.result(timeout=LONG_S)
 
 
 def test_every_actor_may_end_its_engine_in_order_whatever_becomes_of_the_others(
     ray_cluster: None,
 ) -> None:
     client = own_client(
-        ("", ""), ("close", "fail"), ("close", "die"), ("close", "slow"), closed_s=60.0
+        ("", ""), ("close", "fail"), ("close", "die"), ("close", "slow"), closed_s=LONG_S
     )
     started = time.monotonic()
     client.close()
-    assert 0.3 <= time.monotonic() - started < 60
+    assert 0.3 <= time.monotonic() - started < LONG_S
 
 
 def test_no_actor_is_waited_for_longer_than_the_limit_when_the_pool_is_closed(
@@ -363,4 +371,4 @@ def test_no_actor_is_waited_for_longer_than_the_limit_when_the_pool_is_closed(
     client = own_client(("close", "sleep"), closed_s=0.5)
     started = time.monotonic()
     client.close()
-    assert 0.5 <= time.monotonic() - started < 30
+    assert 0.5 <= time.monotonic() - started < LONG_S

@@ -24,6 +24,8 @@ from fake_server import (
     make_settings,
     serving_engine,
 )
+from held_port import held_port
+from patience import LONG_S, watch_patiently
 from renewed_actor import RenewedActor
 
 from launch.processes.fleet import Fleet, RolloutTimeouts
@@ -80,7 +82,7 @@ def make_client(actors: list[Any], tmp_path: Path) -> Iterator[MakeClient]:
                     used,
                     names,
                     RolloutTimeouts.for_actors(
-                        TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)
+                        TimeoutsSection(start_s=LONG_S, generate_s=LONG_S, sync_phase_s=LONG_S)
                     ),
                     asks_next_on_failure=True,
                     **options,
@@ -200,7 +202,7 @@ def test_one_sync_reaches_every_server_by_its_own_group(make_client: MakeClient)
     engines = [ObedientEngine(), ObedientEngine()]
     client = make_client(*engines)
     made = make_offer(version=4, num_groups=2)
-    assert client.receive_weights(made).result(timeout=60).version == 4
+    assert client.receive_weights(made).result(timeout=LONG_S).version == 4
     for engine, group in zip(engines, made.terms.groups, strict=True):
         assert [phase for phase, _ in engine.phases] == list(SyncPhase)
         assert {kept.terms.groups for _, kept in engine.phases} == {(group,)}
@@ -215,11 +217,11 @@ def test_a_sync_that_fails_on_one_server_names_it_and_can_begin_anew(
     client = make_client(*engines)
     engines[failing].trouble = [None, None, WeightSyncError("it broke", actor="x", phase="wire")]
     with pytest.raises(WeightSyncError, match=rf"wire on server-{failing}: .*it broke"):
-        client.receive_weights(make_offer(num_groups=2)).result(timeout=60)
+        client.receive_weights(make_offer(num_groups=2)).result(timeout=LONG_S)
     message = "its sync to version 1 is running, or did not complete"
     with pytest.raises(RolloutError, match=message):
         generated(client, 4)
-    client.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=60)
+    client.receive_weights(make_offer(version=2, num_groups=2)).result(timeout=LONG_S)
     assert {rollout.weight_version for rollout in generated(client, 4)} == {2}
 
 
@@ -232,7 +234,8 @@ class Supervised:
     def __init__(self, folder: Path) -> None:
         self._served = make_settings(folder / "model", max_num_seqs=8)
         self._ends = [ExitStack(), ExitStack()]
-        self._ports = [0, 0]
+        self._held = ExitStack()
+        self._ports = [self._held.enter_context(held_port()) for _ in range(2)]
         self.engines = [ObedientEngine(), ObedientEngine()]
         self.urls = [self.start(number) for number in range(2)]
 
@@ -240,20 +243,21 @@ class Supervised:
         """Start a server in its place, with an engine that nobody has sent weights."""
         self.engines[number] = ObedientEngine(**options)
         serving = serving_engine(self.engines[number], self._served, port=self._ports[number])
-        url = str(self._ends[number].enter_context(serving))
-        self._ports[number] = int(url.rpartition(":")[2])
-        return url
+        return str(self._ends[number].enter_context(serving))
 
     def end(self, number: int) -> None:
         self._ends[number].close()
+
+    def close(self) -> None:
+        for end in (*self._ends, self._held):
+            end.close()
 
 
 @pytest.fixture
 def supervised(tmp_path: Path) -> Iterator[Supervised]:
     servers = Supervised(tmp_path)
     yield servers
-    for number in range(2):
-        servers.end(number)
+    servers.close()
 
 
 @pytest.fixture
@@ -266,17 +270,21 @@ def make_mending(
     names = ["server-0", "server-1"]
 
     def make(
-        urls: Sequence[str], *, back_s: float = 60.0, answer_s: float = 60.0, max_restarts: int = 3
+        urls: Sequence[str],
+        *,
+        back_s: float = LONG_S,
+        answer_s: float = LONG_S,
+        max_restarts: int = 3,
     ) -> RolloutClient:
         def create(index: int, number: int = 0) -> Any:
-            limits = {"timeout_s": back_s if number else 60.0, "infer_timeout_s": None}
+            limits = {"timeout_s": back_s if number else LONG_S, "infer_timeout_s": None}
             spec = ServerEngineSpec(
                 names[index], make_address(urls[index], **limits), index, expected
             )
             return ray.remote(EngineActor).options(num_cpus=0).remote(spec)
 
         key = "rollout_matching.vllm.server.timeout_s"
-        sections = TimeoutsSection(start_s=60.0, generate_s=60.0, sync_phase_s=10.0)
+        sections = TimeoutsSection(start_s=LONG_S, generate_s=LONG_S, sync_phase_s=LONG_S)
         limits = replace(
             RolloutTimeouts.for_actors(sections),
             stall=Timeout(answer_s, key) if max_restarts else None,
@@ -304,7 +312,7 @@ def make_mending(
 
 
 def sync(client: RolloutClient, version: int) -> None:
-    client.receive_weights(make_offer(version, num_groups=2)).result(timeout=60)
+    client.receive_weights(make_offer(version, num_groups=2)).result(timeout=LONG_S)
 
 
 def who_answers(client: RolloutClient) -> list[str]:
@@ -343,15 +351,18 @@ def test_a_lost_server_is_waited_for_and_asked_again_when_it_has_the_weights(
 
 
 def test_a_server_that_is_stopped_is_given_up_and_comes_back_when_it_goes_on(
-    make_mending, supervised, tmp_path, caplog
+    make_mending, supervised, tmp_path, caplog, monkeypatch
 ):
+    silent = watch_patiently(monkeypatch)
     program = [sys.executable, FAKE_SERVER, tmp_path / "model", "0"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         client = make_mending([supervised.urls[0], process.stdout.readline().strip()], answer_s=2.0)
         assert who_answers(client) == BOTH
+        silent.add(1)
         psutil.Process(process.pid).suspend()
         assert who_answers(client) == ["server-0"] * 4
         psutil.Process(process.pid).resume()
+        silent.clear()
         assert client.join_replacements()
         sync(client, 2)
         assert who_answers(client) == BOTH

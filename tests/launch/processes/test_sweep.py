@@ -51,7 +51,7 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
     first = start()
     first.wait_for("step    2/12")
     os.killpg(first.process.pid, signal.SIGINT)  # Ctrl-C: a terminal sends it to all of the group
-    assert first.process.wait(timeout=90) == 130, first.output
+    assert first.process.wait(timeout=240) == 130, first.output
     first.assert_nothing_left()
     trials = first.lines("trials.jsonl")
     assert [(trial["exit_code"], trial["interrupted"]) for trial in trials] == [
@@ -72,7 +72,7 @@ def test_a_sweep_goes_on_behind_a_failed_trial_and_after_an_interruption_with_wh
     assert "Traceback" not in first.output
 
     again = start()
-    assert again.process.wait(timeout=60) == 2
+    assert again.process.wait(timeout=240) == 2
     assert re.search(rf"{first.run_dir} .*already; .*resume=auto", again.output)
 
     written = (folders[1] / "metrics.jsonl").read_bytes()
@@ -149,9 +149,17 @@ def test_trials_that_leave_room_run_side_by_side_and_their_loss_is_summed_up_ove
 
 
 @pytest.mark.slow
-def test_an_interrupted_sweep_begins_no_further_trial(trials_of, tmp_path, capsys):
+def test_an_interrupted_sweep_begins_no_further_trial(trials_of, tmp_path, capsys, monkeypatch):
     """A trial that is told to end may still save its weights."""
-    saves = "trap 'exit 130' TERM; kill -INT $PPID; wait_for false\n"
+    wait = sweep.futures.wait
+
+    def waits(*arguments, **options):
+        (tmp_path / "waits").touch()
+        return wait(*arguments, **options)
+
+    monkeypatch.setattr(sweep.futures, "wait", waits)
+    begun = 'wait_for [ -e "$folder/../waits" ]'
+    saves = f"trap 'exit 130' TERM; {begun}; kill -INT $PPID; wait_for false\n"
     console = trials_of(1, 2, code=saves, limit=1)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -26,7 +26,7 @@ from shared.errors import ConfigError, RecordError, RolloutError
 from shared.run_files import SUMS, write_sums
 
 STEPS = 6
-TIMEOUT_S = 300.0
+TIMEOUT_S = 1200.0
 GROUNDING = {
     "global_max_length": 512,
     "training__max_steps": STEPS,

@@ -77,7 +77,7 @@ HANGING = """
     from rollout_actors.environments.rubric import Rubric
 
 
-    def load_environment(interrupts=False):
+    def load_environment(interrupts=False, words=("go", "hang")):
         def slow(completion, answer):
             Path(f"begun_{answer}").touch()
             if answer == "hang" and interrupts:
@@ -86,7 +86,7 @@ HANGING = """
                 time.sleep(0.01)
             return 1.0
 
-        rows = [{"question": word, "answer": word} for word in ("go", "hang")]
+        rows = [{"question": word, "answer": word} for word in words]
         return SingleTurnEnv(dataset=rows, rubric=Rubric([slow]))
 """
 
@@ -299,7 +299,7 @@ def test_flags_of_concurrency_and_of_time_are_those_of_generate(echo, monkeypatc
 
     monkeypatch.setattr(Environment, "generate", noted)
     limits = ["-c", "3", "--max-concurrent-generation", "2", "--max-concurrent-scoring", "4"]
-    times = ["--rollout-timeout", "60", "--scoring-timeout", "30"]
+    times = ["--rollout-timeout", "600", "--scoring-timeout", "300"]
     echo()
     echo(*limits, *times, "--no-interleave-scoring")
     names = {
@@ -307,8 +307,8 @@ def test_flags_of_concurrency_and_of_time_are_those_of_generate(echo, monkeypatc
         "max_concurrent_generation": (None, 2),
         "max_concurrent_scoring": (None, 4),
         "interleave_scoring": (True, False),
-        "rollout_timeout_s": (None, 60.0),
-        "scoring_timeout_s": (None, 30.0),
+        "rollout_timeout_s": (None, 600.0),
+        "scoring_timeout_s": (None, 300.0),
     }
     assert {name: tuple(options[name] for options in calls) for name in names} == names
 
@@ -316,7 +316,8 @@ def test_flags_of_concurrency_and_of_time_are_those_of_generate(echo, monkeypatc
 def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_keeps_nobody(
     shell, url
 ):
-    done = shell.process("hanging.py", "-b", url, "-r", "1", "--scoring-timeout", "1")
+    hangs = ("-r", "1", "--scoring-timeout", "1", "-a", '{"words": ["hang"]}')
+    done = shell.process("hanging.py", "-b", url, *hangs, status=1)
     assert cell(done.stdout, "reward errors").startswith(
         "1 x slow, not in its mean: TimeoutError: reward function slow is not done after"
         " scoring_timeout_s = 1 s"
@@ -328,7 +329,7 @@ def test_a_plain_reward_function_that_is_not_done_at_its_limit_has_failed_and_ke
 def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_true(shell, url):
     process = shell.start("hanging.py", "-b", url, "-r", "1")
     begun = shell.folder / "begun_hang"
-    assert eventually(lambda: begun.exists() and shell.has_lines(1), within_s=60)
+    assert eventually(lambda: begun.exists() and shell.has_lines(1), within_s=240)
     process.send_signal(signal.SIGINT)
     first = ""
     while "again ends at once" not in first:
@@ -336,7 +337,7 @@ def test_a_second_signal_ends_what_a_plain_function_keeps_and_both_say_what_is_t
         assert line, first
     assert re.search(r"interrupted: .* 300 s .*clean.* 10 s .*\(slow\)", first)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert re.search("interrupted again: .*cut off.*: slow", err)
     assert "1 finished rollouts are kept in" in err
@@ -532,7 +533,7 @@ def test_finished_rollouts_are_kept_when_it_is_interrupted_and_resume_makes_only
 ):
     endpoint.answers = 5
     process = shell.start("echo_env.py", "-b", url, "-n", "4", "-r", "2")
-    assert eventually(lambda: shell.has_lines(5), within_s=60)
+    assert eventually(lambda: shell.has_lines(5), within_s=240)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
@@ -575,7 +576,7 @@ def test_finished_rollouts_are_kept_when_the_endpoint_goes_and_resume_makes_the_
     endpoint.answers = 3
     with serving(endpoint.app()) as base:
         process = shell.start("echo_env.py", "-b", f"{base}/v1", "-n", "4", "-r", "1", "-c", "1")
-        assert eventually(lambda: shell.has_lines(3), within_s=60)
+        assert eventually(lambda: shell.has_lines(3), within_s=240)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
     assert "Traceback" not in err
