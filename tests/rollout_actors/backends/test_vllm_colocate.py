@@ -278,7 +278,7 @@ def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them
     ranks = [subprocess.Popen([*command, str(rank)], text=True, **options) for rank in range(2)]
     try:
         for rank in ranks:
-            out, err = rank.communicate(timeout=240)
+            out, err = rank.communicate(timeout=600)
             assert out.splitlines()[-1:] == ["fine"], err[-3000:]
     finally:
         for rank in ranks:
