@@ -352,7 +352,7 @@ def asked_and_gone(url, body, is_there):
     asyncio.run(ask())
 
 
-def eventually(condition, *, within_s=60.0):
+def eventually(condition, *, within_s=120.0):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if condition():
