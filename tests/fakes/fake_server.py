@@ -72,7 +72,7 @@ def make_request(position, **changes):
     return RolloutRequest(3, position, f"sample-{position}", (1, 2), **fields)
 
 
-def make_offer(version=1, *, num_groups=1, world_size=2, timeout_s=60.0):
+def make_offer(version=1, *, num_groups=1, world_size=2, timeout_s=120.0):
     groups = tuple(
         ProcessGroupSpec("127.0.0.1", 29500 + index, world_size, f"key-{index}")
         for index in range(num_groups)
@@ -215,7 +215,7 @@ def make_service(engine, expected, *, max_request_bytes=1 << 20, image_root=None
 
 
 def make_address(
-    url, *, timeout_s=60.0, infer_timeout_s=60.0, token=None, kind="rollmatch", run=""
+    url, *, timeout_s=120.0, infer_timeout_s=120.0, token=None, kind="rollmatch", run=""
 ):
     path = "rollout_matching.vllm.server.servers[0]"
     return ServerAddress(path, url, timeout_s, infer_timeout_s, kind, token, run)
@@ -288,9 +288,9 @@ def serving(app, port=0):
         thread.join(60)
 
 
-HERE: dict[str, Any] = {"trust_env": False, "verify": False, "timeout": 60}
-"""Options of httpx for an address of this machine: no proxy, no certificates, which it would read
-for every client, and a limit that only a hang exceeds.
+HERE: dict[str, Any] = {"trust_env": False, "verify": False}
+"""Options of httpx for an address of this machine: no proxy, and no certificates, which it would
+read for every client.
 """
 
 
@@ -310,7 +310,7 @@ class Caller:
         self.url = url
 
     def get(self, route, **headers):
-        return httpx.get(self.url + route, headers=headers, **HERE)
+        return httpx.get(self.url + route, headers=headers, **HERE, timeout=120)
 
     def post(self, route, body, **headers):
         """Send the bytes, or the JSON of anything else."""
@@ -319,6 +319,7 @@ class Caller:
             content=body if isinstance(body, bytes) else json.dumps(body).encode(),
             headers={"Content-Type": "application/json"} | headers,
             **HERE,
+            timeout=120,
         )
 
     def running(self):
@@ -339,10 +340,10 @@ def asked_and_gone(url, body, is_there):
     """A caller that hangs up as soon as its call is there."""
 
     async def ask():
-        async with httpx.AsyncClient(**HERE) as client:
+        async with httpx.AsyncClient(**HERE, timeout=120) as client:
             headers = {"Content-Type": "application/json"}
             asking = asyncio.create_task(client.post(url, content=body, headers=headers))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while not is_there():
                     assert not asking.done(), "it was answered"
                     await asyncio.sleep(0.01)

@@ -60,7 +60,7 @@ def test_a_server_has_a_token_that_its_users_runs_find(
     server: ServeProcess, pool: OneServer
 ) -> None:
     assert find_token(server.url)
-    assert httpx.get(f"{server.url}/info/", **HERE).status_code == 401
+    assert httpx.get(f"{server.url}/info/", **HERE, timeout=120).status_code == 401
     assert pool.version == 0
 
 
@@ -83,7 +83,9 @@ def test_health_counts_tokens_while_they_are_sampled(
     server: ServeProcess, pool: OneServer, learner: SmallLearner
 ) -> None:
     def told() -> messages.Health:
-        return messages.read(messages.Health, httpx.get(f"{server.url}/health/", **HERE).content)
+        return messages.read(
+            messages.Health, httpx.get(f"{server.url}/health/", **HERE, timeout=120).content
+        )
 
     requests = [learner.request(i, temperature=1.0, max_new_tokens=400) for i in range(6)]
     thread = ThreadPoolExecutor(1)

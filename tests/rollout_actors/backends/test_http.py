@@ -20,6 +20,7 @@ from fake_server import (
     serving_engine,
 )
 from fake_stock_server import GENERATE, StockServer
+from held_port import held_port
 
 from rollout_actors.backends import http
 from rollout_actors.backends.http import server_addresses
@@ -248,12 +249,13 @@ class TestLoss:
         """A started client, whose server has ended, and what starts another one there."""
         server, another = request.param(), request.param()
         expected = make_settings(tmp_path / "model")
-        with server.served(expected) as url:
-            run = Run(url, expected, server, kind=server.kind).start()
-            if run.kind == "rollmatch":  # which tells by the version, and the other by its label
-                run.sync(make_offer())
-            asyncio.run(run.client.check_alive())
-        return run, lambda: another.served(expected, int(url.rpartition(":")[2]))
+        with held_port() as port:
+            with server.served(expected, port) as url:
+                run = Run(url, expected, server, kind=server.kind).start()
+                if run.kind == "rollmatch":  # it tells by the version, and the other by its label
+                    run.sync(make_offer())
+                asyncio.run(run.client.check_alive())
+            yield run, lambda: another.served(expected, port)
 
     def test_a_server_that_does_not_answer_is_lost(self, restarted):
         run, _ = restarted

@@ -184,8 +184,9 @@ class TestStart:
                 await asyncio.wait_for(task, 60)
 
         async def rendezvous():
-            await client.run_sync_phase(SyncPhase.PAUSE, OFFER)
-            await limit_is_over_when_asked(client.run_sync_phase(SyncPhase.RENDEZVOUS, OFFER))
+            offer = replace(make_offer(timeout_s=60.0), canary=OFFER.canary)
+            await client.run_sync_phase(SyncPhase.PAUSE, offer)
+            await limit_is_over_when_asked(client.run_sync_phase(SyncPhase.RENDEZVOUS, offer))
 
         client = run.start(repeat_guard=GUARD).client
         run.server.guard_latency_s = 3600.0
@@ -197,7 +198,7 @@ class TestStart:
             asyncio.run(rendezvous())
         late = r"start on server-0: .*after rollout_matching\.vllm\.server\.timeout_s = 60 s"
         with pytest.raises(RolloutError, match=late):
-            asyncio.run(limit_is_over_when_asked(run.make(repeat_guard=GUARD).start()))
+            asyncio.run(limit_is_over_when_asked(run.make(timeout_s=60.0).start()))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("label", ["rollmatch-another-7", "rollmatch-unverified", "mine"])

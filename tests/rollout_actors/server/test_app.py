@@ -141,7 +141,9 @@ class TestToken:
     def test_another_token_is_refused(self, locked):
         wrong = (b"Bearer pas", b"Bearer pass2", b"Bearer", b"pass", b"Basic pass")
         for sent in (*wrong, "Bearer pässe".encode()):
-            answer = httpx.get(f"{locked.url}/info/", headers=[(b"Authorization", sent)], **HERE)
+            answer = httpx.get(
+                f"{locked.url}/info/", headers=[(b"Authorization", sent)], **HERE, timeout=60
+            )
             assert answer.status_code == 401
 
 
@@ -152,6 +154,7 @@ class TestBodies:
             content=(b" " * 1000 for _ in range(1000)),
             headers={"Content-Type": "application/json"},
             **HERE,
+            timeout=60,
         )
         assert answer.status_code == 413
 
