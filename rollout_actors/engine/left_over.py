@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 
 FILE = "ROLLMATCH_ENGINE_PROCESSES"
 """Environment variable: path of the file to which an engine's processes write their ids."""
-END_S = 10.0
+END_S = 60.0
 """Longest wait for the end of a killed process, in seconds."""
 
 

@@ -133,6 +133,7 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
     """
     parent = os.getppid()
     folder = Path(os.environ[FOLDER])
+    reason = f"the warm server ended instead of forking; see {folder / 'log'}"
     pid: int | None = None
     early: list[int] = []
 
@@ -153,7 +154,8 @@ def shim(arguments: Sequence[str], preloaded: Sequence[str] = PRELOADED) -> NoRe
         _ask_for_fork(connection, arguments, files)
         pid = _receive_number(connection)
         connection.settimeout(None)
-        reason = f"the warm server ended instead of forking; see {folder / 'log'}"
+    except ConnectionError:  # it ended before it had the request
+        pass
     except OSError as error:  # a timeout too
         reason = f"no warm server in {folder}: {error or type(error).__name__}"
     if pid is None:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 ENGINE_MARGIN_S = 2.0  # the engine and the sender
 CLIENT_MARGIN_S = 3.0  # the client of a rollout server
 POOL_MARGIN_S = 4.0  # the pool, and callers that wait for the sender
-SYNC_MARGIN_S = 6.0  # the whole sync
+# The whole sync. An engine restores its model, which may take long, before it reports an error.
+SYNC_MARGIN_S = 30.0
 
 OFFER = "offer"
 """The phase that an error names if no engine has begun a phase, or an engine's state is unknown."""
@@ -226,10 +227,10 @@ def _adapter_error(error: Exception) -> WeightSyncError:
 def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -> SyncReport:
     """Make one offer and wait for both sides.
 
-    A side that fails leaves the group, which ends the other side's wait. This function waits a few
-    seconds for that, so that it can raise the receiver's error with the sender's error as its
-    cause. If the learner failed, its LearnerError is raised instead, because the receivers' errors
-    only follow from it.
+    A side that fails leaves the group, which ends the other side's wait. This function waits at
+    most `SYNC_MARGIN_S` for that, so that it can raise the receiver's error with the sender's error
+    as its cause. If the learner failed, its LearnerError is raised instead, because the receivers'
+    errors only follow from it.
     """
     offer = learner.offer_weights(again=again)
     receiving = rollouts.receive_weights(offer)

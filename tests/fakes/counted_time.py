@@ -1,12 +1,13 @@
-"""An event loop whose seconds are counted, not waited for: a bound, an order or a latency is the
-same on every machine, however busy it is.
+"""Event loops whose seconds are counted or skipped, not waited for: a bound, an order or a latency
+is the same on every machine, however busy it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -62,3 +63,17 @@ def counted(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
     ):
         done = runner.run(work)
         return done, runner.get_loop().time()
+
+
+@contextmanager
+def later(seconds: float) -> Iterator[None]:
+    """Put the clock of the running loop forward for the block: limits that were set before elapse,
+    and those that are set in it last as long as ever.
+    """
+    loop = asyncio.get_running_loop()
+    now_s = loop.time
+    loop.time = lambda: now_s() + seconds  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        loop.time = now_s  # type: ignore[method-assign]

@@ -285,7 +285,7 @@ def serving(app, port=0):
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
 
 
 HERE: dict[str, Any] = {"trust_env": False, "verify": False}

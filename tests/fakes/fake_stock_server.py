@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +30,8 @@ class StockServer:
     guard: dict[str, Any] | None = None
     """The settings by which it guards."""
     latency_s: float = 0.0
-    """Of a call for tokens."""
+    """Of a call for tokens, unless `goes_on` is set before."""
+    goes_on: threading.Event = field(default_factory=threading.Event)
     worker_latency_s: float = 0.0
     guard_latency_s: float = 0.0
     """Of a question to its workers."""
@@ -99,7 +102,9 @@ class StockServer:
         if not body:
             return JSONResponse({"error": {"message": "token_ids: Field required"}}, 400)
         self.asked.append((GENERATE, body))
-        await asyncio.sleep(self.latency_s)
+        until_s = time.monotonic() + self.latency_s
+        while time.monotonic() < until_s and not self.goes_on.is_set():
+            await asyncio.sleep(0.01)
         if self.failures:
             self.failures -= 1
             return JSONResponse({"error": {"message": "not now"}}, 500)

@@ -17,7 +17,6 @@ import safetensors.torch
 import torch
 from adapted_learner import AdaptedLearner, Spoil
 from engine_support import TIMEOUTS, EnginePool, SmallLearner, create_actor, small_settings
-from fake_server import eventually
 from troubled_adapters import IdleAdapter, KeptAdapter
 
 from launch.processes.fleet import Fleet
@@ -103,9 +102,8 @@ def test_an_adapter_sync_makes_the_engine_generate_what_the_learner_would_and_th
         serves(fresh, learner)
         seen.add(learner.greedy(learner.request(0))[0])
     assert len(seen) == 2
-    assert eventually(lambda: not list(Path("/dev/shm").glob("rollmatch-adapter-*"))), (
-        "another worker's has some for the time of a sync"
-    )
+    folder = Path(ray.get(fresh.actors["actor-0"].adapter_folder.remote()))
+    assert folder.name.startswith("rollmatch-adapter-") and not folder.exists()
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])

@@ -142,16 +142,17 @@ def test_a_cancelled_share_ends_in_the_server_too(
     learner: SmallLearner,
 ) -> None:
     num_tokens = 400
+    # Half a minute's work, of which a stop of some seconds leaves enough to cancel.
     requests = [
         learner.request(position, temperature=1.0, max_new_tokens=num_tokens)
-        for position in range(8)
+        for position in range(48)
     ]
     requests = [
         replace(request, decode=replace(request.decode, stop_token_ids=())) for request in requests
     ]
 
     def generated() -> float:
-        with urllib.request.urlopen(f"{server.address().base_url}/metrics", timeout=30) as metrics:
+        with urllib.request.urlopen(f"{server.address().base_url}/metrics", timeout=120) as metrics:
             lines = metrics.read().decode().splitlines()
         counts = [line for line in lines if line.startswith("vllm:generation_tokens_total")]
         return sum(float(line.rpartition(" ")[2]) for line in counts)
@@ -165,7 +166,7 @@ def test_a_cancelled_share_ends_in_the_server_too(
         await routes.resume_generation()
 
     before = generated()
-    asyncio.run(asyncio.wait_for(cancel_when_it_is_under_way(), 60))
+    asyncio.run(asyncio.wait_for(cancel_when_it_is_under_way(), 240))
     assert 0 < generated() - before < len(requests) * num_tokens
 
 

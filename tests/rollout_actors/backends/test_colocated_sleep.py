@@ -234,7 +234,7 @@ def probe(request):
 
 def an_offer(host, version=1, probe=PROBE):
     sender = WeightSender(
-        CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=20.0
+        CheckpointWeights(host.model), transport="inproc", receivers=(), timeout_s=60.0
     )
     return sender.offer(version, probe)
 
@@ -331,7 +331,7 @@ def test_an_engine_without_weights_does_not_generate_until_a_sync_has_brought_so
 def test_weights_are_kept_while_syncs_bring_an_adapter_alone(host, scene):
     host.updates_next = True
     backend = make_backend(host, enable_lora=True)
-    terms = AdapterOffer.make(AdapterFiles(b"", "{}"), timeout_s=20.0)
+    terms = AdapterOffer.make(AdapterFiles(b"", "{}"), timeout_s=60.0)
     probe = replace(PROBE, base_logprobs=PROBE.expected_logprobs)
     for offer, asleep in (
         (WeightOffer(1, TransportKind.ADAPTER, terms, probe), "sleep"),

@@ -30,6 +30,7 @@ from backend_support import (
 )
 from counting_rows import RowsFile
 from engine_support import TIMEOUTS, SmallLearner, create_actor, small_settings
+from fake_server import eventually
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from process_family import is_alive
 from serve_process import OneServer, serve_process
@@ -392,10 +393,18 @@ def test_never_more_than_the_decode_batch_are_decoded_at_a_time(under):
     if under.take_rows is None:
         pytest.skip("a script decodes nothing")
     under.take_rows()
-    under.backend.generate(requests_of(under, range(2 * BATCH + 2)))
-    # To a server requests go one by one: the first may be answered before the last has arrived.
-    at_once = range(2, BATCH + 1) if under.servers else [BATCH]
-    assert max(under.take_rows()) in at_once
+
+    def widest():
+        under.backend.generate(requests_of(under, range(2 * BATCH + 2)))
+        return max(under.take_rows())
+
+    if not under.servers:
+        assert widest() == BATCH
+        return
+    # To a server requests go one by one: the first may be answered before the next has arrived.
+    seen = set()
+    assert eventually(lambda: seen.add(widest()) or max(seen) > 1)
+    assert max(seen) <= BATCH
 
 
 def test_no_requests_make_no_call(under):
@@ -434,9 +443,14 @@ def test_each_response_has_the_time_of_its_own_end(under):
     first, second = tokens_of(under.backend.generate(endless))
     stop = next(token_id for token_id in first[:3] if token_id not in second)
     stopped = [with_decode(request, stop_token_ids=(stop,)) for request in requests]
-    short, long = under.backend.generate(stopped)
-    assert (short.stop_token_id, len(long.response_token_ids)) == (stop, SHORT)
-    assert 0 < short.generate_s < long.generate_s
+
+    def ends_first():
+        short, long = under.backend.generate(stopped)
+        assert (short.stop_token_id, len(long.response_token_ids)) == (stop, SHORT)
+        return 0 < short.generate_s < long.generate_s
+
+    # A server may get the short one's request late, or be stopped between the two answers.
+    assert eventually(ends_first)
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])

@@ -6,11 +6,13 @@ import asyncio
 import socket
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from fake_server import (
     ObedientEngine,
     Run,
+    eventually,
     make_offer,
     make_request,
     make_settings,
@@ -18,6 +20,7 @@ from fake_server import (
     serving_engine,
 )
 from fake_stock_server import GENERATE, StockServer
+from held_port import held_port
 
 from rollout_actors.backends import http
 from rollout_actors.backends.http import server_addresses
@@ -48,6 +51,9 @@ class Rollmatch:
         self.engine.latency_s = seconds
         self.engine.is_stuck = not counts
 
+    def go_on(self):
+        self.engine.goes_on.set()
+
     def asked(self):
         return self.engine.asked
 
@@ -71,6 +77,9 @@ class Stock:
         self.server.latency_s = seconds
         self.server.num_tokens = None if counts else 0
 
+    def go_on(self):
+        self.server.goes_on.set()
+
     def asked(self):
         return [body for route, body in self.server.asked if route == GENERATE]
 
@@ -82,6 +91,38 @@ def run(request, tmp_path, monkeypatch):
     expected = make_settings(tmp_path / "model")
     with server.served(expected) as url:
         yield Run(url, expected, server, kind=server.kind)
+
+
+STEP_S = 40.0
+
+
+def generated_slowly(run, monkeypatch, *, num_looks=None):
+    """Generate while `STEP_S` pass, by the client's clocks, after each of its looks at the server,
+    which goes on at the last of `num_looks`; None: never.
+    """
+    client = run.client
+    look = client._num_tokens
+    looks = []
+
+    def passed_s():
+        return STEP_S * len(looks)
+
+    async def look_and_wait():
+        looks.append(await look())  # while nothing that has a limit is under way
+        if len(looks) == num_looks:
+            run.server.go_on()
+        return looks[-1]
+
+    async def generated():
+        loop = asyncio.get_running_loop()
+        now_s = loop.time
+        loop.time = lambda: now_s() + passed_s()
+        return await client.generate([make_request(0)])
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s())
+    monkeypatch.setattr(client, "_num_tokens", look_and_wait)
+    monkeypatch.setattr(http, "time", clock)
+    return asyncio.run(generated())
 
 
 @contextmanager
@@ -180,21 +221,26 @@ class TestGenerate:
         assert "not now" in str(caught.value)
 
     def test_an_answer_that_takes_too_long_is_given_up(self, run):
-        run.server.delay(5.0, counts=True)
+        run.server.delay(60.0, counts=True)
         with pytest.raises(UnreachableError, match=r"failed 2 times.*after 0\.2 s"):
             run.start(infer_timeout_s=0.2).generate(make_request(0))
 
-    def test_without_a_limit_a_slow_call_is_waited_for(self, run):
+    def test_without_a_limit_a_slow_call_is_waited_for(self, run, monkeypatch):
         """The server counts no tokens, and answers."""
-        run.server.delay(2.5, counts=True)
-        (rollout,) = run.start(infer_timeout_s=None, timeout_s=1.5).generate(make_request(0))
+        run.server.delay(60.0, counts=True)
+        run.start(infer_timeout_s=None, timeout_s=60.0)
+        (rollout,) = generated_slowly(run, monkeypatch, num_looks=4)
         assert (rollout.attempt, len(run.server.asked())) == (0, 1)
 
-    def test_an_engine_that_is_stuck_behind_a_living_server_is_given_up(self, run):
+    def test_an_engine_that_is_stuck_behind_a_living_server_is_given_up(self, run, monkeypatch):
         run.server.delay(60.0, counts=False)
+        run.start(infer_timeout_s=None, timeout_s=60.0)
         stuck = r"failed 2 times.*sampled no token for rollout_matching\.vllm\.server\.timeout_s"
-        with ends_soon(), pytest.raises(UnreachableError, match=f"{stuck} = 2 s"):
-            run.start(infer_timeout_s=None, timeout_s=2.0).generate(make_request(0))
+        with ends_soon(), pytest.raises(UnreachableError, match=f"{stuck} = 60 s"):
+            generated_slowly(run, monkeypatch)
+        if run.kind == "rollmatch":
+            engine = run.server.engine
+            assert eventually(lambda: engine.num_cancelled == 2), "both tries are aborted"
 
 
 class TestLoss:
@@ -203,12 +249,13 @@ class TestLoss:
         """A started client, whose server has ended, and what starts another one there."""
         server, another = request.param(), request.param()
         expected = make_settings(tmp_path / "model")
-        with server.served(expected) as url:
-            run = Run(url, expected, server, kind=server.kind).start()
-            if run.kind == "rollmatch":  # which tells by the version, and the other by its label
-                run.sync(make_offer())
-            asyncio.run(run.client.check_alive())
-        return run, lambda: another.served(expected, int(url.rpartition(":")[2]))
+        with held_port() as port:
+            with server.served(expected, port) as url:
+                run = Run(url, expected, server, kind=server.kind).start()
+                if run.kind == "rollmatch":  # it tells by the version, and the other by its label
+                    run.sync(make_offer())
+                asyncio.run(run.client.check_alive())
+            yield run, lambda: another.served(expected, port)
 
     def test_a_server_that_does_not_answer_is_lost(self, restarted):
         run, _ = restarted
@@ -226,7 +273,7 @@ class TestLoss:
                 run.generate(make_request(0))
 
     def test_tokens_are_counted_while_there_is_something_to_do(self, run):
-        run.server.delay(0.5, counts=False)
+        run.server.delay(60.0, counts=False)
         client = run.start().client
 
         async def look_twice():
@@ -234,9 +281,12 @@ class TestLoss:
             generating = asyncio.create_task(client.generate([make_request(0)]))
             while not run.server.asked():
                 await asyncio.sleep(0.01)
-            return idle, await client.progress(), await generating
+            busy = await client.progress()
+            run.server.go_on()
+            await generating
+            return idle, busy
 
-        idle, busy, _ = asyncio.run(look_twice())
+        idle, busy = asyncio.run(look_twice())
         assert (idle, busy) == ((None, 0) if run.kind == "rollmatch" else (0, 0))
 
 

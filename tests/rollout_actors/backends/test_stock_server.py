@@ -4,6 +4,7 @@ that was started otherwise.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -13,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from counted_time import later
 from fake_server import Run, make_offer, make_request, make_settings, serving
 from fake_stock_server import GENERATE, StockServer
 from PIL import Image
@@ -33,6 +35,7 @@ from shared.rollouts import FinishReason
 from shared.tokens.repeat_guard import RepeatGuardSettings
 from shared.weight_sync.canary import CanaryProbe
 from shared.weight_sync.offer import AdapterFiles, AdapterOffer
+from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.transports import Device, TransportKind
 
 DOC = Path(__file__).parents[3] / "docs" / "how_to" / "servers.md"
@@ -171,17 +174,31 @@ class TestStart:
     def test_a_server_whose_workers_do_not_take_the_rule_is_waited_for_no_longer_than_a_phase(
         self, run
     ):
-        run.start(repeat_guard=GUARD)
-        run.server.guard_latency_s = 60.0
+        async def limit_is_over_when_asked(work):
+            asked = len(run.sent_to("/collective_rpc", "method"))
+            task = asyncio.create_task(work)
+            while run.sent_to("/collective_rpc", "method")[asked:] != ["guard_by"]:
+                assert not task.done()
+                await asyncio.sleep(0.01)
+            with later(60.0):
+                await asyncio.wait_for(task, 60)
+
+        async def rendezvous():
+            offer = replace(make_offer(timeout_s=60.0), canary=OFFER.canary)
+            await client.run_sync_phase(SyncPhase.PAUSE, offer)
+            await limit_is_over_when_asked(client.run_sync_phase(SyncPhase.RENDEZVOUS, offer))
+
+        client = run.start(repeat_guard=GUARD).client
+        run.server.guard_latency_s = 3600.0
         late = (
             r"rendezvous on server-0: .*no answer from its workers .*after timeouts\.sync_phase_s ="
-            r" 0\.2 s"
+            r" 60 s"
         )
         with pytest.raises(WeightSyncError, match=late):
-            run.sync(replace(make_offer(timeout_s=0.2), canary=OFFER.canary))
-        late = r"start on server-0: .*after rollout_matching\.vllm\.server\.timeout_s = 1 s"
+            asyncio.run(rendezvous())
+        late = r"start on server-0: .*after rollout_matching\.vllm\.server\.timeout_s = 60 s"
         with pytest.raises(RolloutError, match=late):
-            run.start(timeout_s=1.0)
+            asyncio.run(limit_is_over_when_asked(run.make(timeout_s=60.0).start()))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("label", ["rollmatch-another-7", "rollmatch-unverified", "mine"])
@@ -352,7 +369,7 @@ class TestSync:
         assert run.server.routes[-1] == "/collective_rpc abandon_update"
 
     def test_an_adapter_alone_is_refused_with_the_mode_that_works(self, run):
-        terms = AdapterOffer.make(AdapterFiles(b"", "{}"), timeout_s=5.0)
+        terms = AdapterOffer.make(AdapterFiles(b"", "{}"), timeout_s=60.0)
         with pytest.raises(WeightSyncError, match=r"sync\.mode: full"):
             run.start().sync(replace(OFFER, transport=TransportKind.ADAPTER, terms=terms))
 

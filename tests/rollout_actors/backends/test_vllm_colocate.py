@@ -135,7 +135,7 @@ def served(backend, play):
 
     thread = threading.Thread(target=run)
     backend.serve(calls, thread.start)
-    thread.join(60)
+    thread.join(240)
     return ended[0]
 
 
@@ -149,7 +149,7 @@ def test_calls_that_come_one_by_one_get_what_a_batch_gets_and_what_is_given_up_e
     endless = with_decode(learner.request(9, max_new_tokens=400), stop_token_ids=())
 
     async def play(calls):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             given_up = asyncio.ensure_future(calls.generate(0, endless))
             tasks = [asyncio.ensure_future(calls.generate(0, request)) for request in requests[:3]]
             await tasks[0]
@@ -278,7 +278,7 @@ def test_learner_ranks_with_a_group_of_their_own_each_have_an_engine_beside_them
     ranks = [subprocess.Popen([*command, str(rank)], text=True, **options) for rank in range(2)]
     try:
         for rank in ranks:
-            out, err = rank.communicate(timeout=240)
+            out, err = rank.communicate(timeout=600)
             assert out.splitlines()[-1:] == ["fine"], err[-3000:]
     finally:
         for rank in ranks:

@@ -74,7 +74,7 @@ def log(*errors):
 
 def test_what_an_engines_process_logs_before_it_ends_is_told_by_the_one_that_started_it(failures):
     command = [sys.executable, "-c", ENGINE_CORE, SMALL_CACHE]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
     assert done.returncode == 1
     why, story = failures.of_error(RuntimeError(STARTED.format("{'EngineCore': 1}")))
     assert why.startswith(

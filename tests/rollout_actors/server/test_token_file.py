@@ -7,6 +7,7 @@ import stat
 
 import pytest
 from fake_server import ObedientEngine, Run, make_request, make_settings, serving_engine
+from held_port import held_port
 
 from rollout_actors.server.token_file import find_token, remove_token, token_file, write_token
 from shared.errors import ConfigError, RolloutError
@@ -58,17 +59,17 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(cache):
 def test_a_run_finds_the_token_and_finds_the_next_one_when_its_server_was_started_again(tmp_path):
     settings = make_settings(tmp_path / "model")
 
-    def serving(token, port=0):
+    def serving(token, port):
         return serving_engine(ObedientEngine(), settings, token=token, port=port)
 
-    with serving("one") as url:
-        port = int(url.rpartition(":")[2])
-        file = token_file("127.0.0.1", port)
-        with pytest.raises(RolloutError, match=r"HTTP 401: .* token file"):
-            Run(url, settings).start()
-        file.parent.mkdir(parents=True)
-        file.write_text("one")
-        run = Run(url, settings).start()
-    with serving("two", port):
-        file.write_text("two")
-        assert run.generate(make_request(0))
+    with held_port() as port:
+        with serving("one", port) as url:
+            file = token_file("127.0.0.1", port)
+            with pytest.raises(RolloutError, match=r"HTTP 401: .* token file"):
+                Run(url, settings).start()
+            file.parent.mkdir(parents=True)
+            file.write_text("one")
+            run = Run(url, settings).start()
+        with serving("two", port):
+            file.write_text("two")
+            assert run.generate(make_request(0))

@@ -13,19 +13,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from process_family import fork_of, is_alive, is_warm_server
+from process_family import fork_of, is_alive
 
 from rollout_actors.warm import warm_python
 
 IMPORT = f"import sys; sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r}); import warm_python"
-SECONDS = 60.0
+SECONDS = 120.0
 """For something that takes none, on a machine with other work."""
 
 
@@ -69,11 +69,23 @@ def start(folder: Path, code: str) -> subprocess.Popen[str]:
     return process
 
 
-def ends(process: psutil.Process) -> bool:
+def eventually(condition: Callable[[], bool]) -> bool:
     until_s = time.monotonic() + SECONDS
-    while is_alive(process) and time.monotonic() < until_s:
+    while not (holds := condition()) and time.monotonic() < until_s:
         time.sleep(0.05)
-    return not is_alive(process)
+    return holds
+
+
+def ends(process: psutil.Process) -> bool:
+    return eventually(lambda: not is_alive(process))
+
+
+def started_fork(shim: psutil.Process) -> psutil.Process:
+    """A shim tells its fork's id in its name, perhaps after the fork has printed something."""
+    assert eventually(lambda: fork_of(shim) is not None)
+    fork = fork_of(shim)
+    assert fork is not None
+    return fork
 
 
 SHOW = """
@@ -164,7 +176,7 @@ def test_a_server_that_was_started_early_forks_and_ends_with_its_block(error, mo
     monkeypatch.delenv(warm_python.FOLDER, raising=False)
     with suppress(KeyboardInterrupt), warm_python.started_early({}, ["fractions"]):
         folder = Path(os.environ[warm_python.FOLDER])
-        server = psutil.Process(int((folder / "pid").read_text()))
+        server = server_of(folder)
         done = run(folder, "-c", "import os, sys; print(os.getppid(), 'fractions' in sys.modules)")
         assert done.stdout.split() == [str(server.pid), "True"]
         if error is not None:
@@ -210,8 +222,7 @@ sys.stdin.read()
 
 def test_a_fork_ends_with_a_shim_that_was_killed(folder: Path) -> None:
     process = start(folder, "import time; print('here', flush=True); time.sleep(600)")
-    fork = fork_of(psutil.Process(process.pid))
-    assert fork is not None
+    fork = started_fork(psutil.Process(process.pid))
     process.kill()
     assert ends(fork)
 
@@ -229,8 +240,7 @@ def test_a_stopped_fork_ends_with_the_parent_of_its_shim(folder: Path) -> None:
     assert parent.stdout is not None
     assert parent.stdout.readline() == "here\n"
     (shim,) = psutil.Process(parent.pid).children()
-    fork = fork_of(shim)
-    assert fork is not None
+    fork = started_fork(shim)
     fork.suspend()
     parent.kill()
     assert ends(fork)
@@ -263,8 +273,8 @@ if __name__ == "__main__":
     queue = context.Queue()
     process = context.Process(target=work, args=(queue,))
     process.start()
-    print(*queue.get(timeout=60))
-    process.join(60)
+    print(*queue.get(timeout=100))
+    process.join(100)
     sys.exit(process.exitcode)
 """
     (tmp_path / "program.py").write_text(program)
@@ -291,8 +301,7 @@ def test_forks_end_with_a_server_that_was_killed_and_their_shims_tell() -> None:
     folder = new_folder()
     with closing(warm_python.connect(folder, os.environ, preloaded=["fractions"])):
         process = start(folder, "import time; print('here', flush=True); time.sleep(600)")
-        fork = fork_of(psutil.Process(process.pid))
-        assert fork is not None
+        fork = started_fork(psutil.Process(process.pid))
         server_of(folder).kill()
         assert process.wait(SECONDS) == 1
         assert ends(fork)
@@ -300,12 +309,7 @@ def test_forks_end_with_a_server_that_was_killed_and_their_shims_tell() -> None:
 
 
 def server_of(folder: Path) -> psutil.Process:
-    (server,) = [
-        child
-        for child in psutil.Process().children()
-        if is_warm_server(child) and str(folder) in child.cmdline()
-    ]
-    return server
+    return psutil.Process(int((folder / "pid").read_text()))
 
 
 def run_with(
@@ -314,7 +318,7 @@ def run_with(
     """A shim whose server, a new one, imports this module."""
     folder = new_folder()
     program = ["-c", "import sys; print(10); sys.exit(3)"]
-    code = f"{IMPORT}; {before}; warm_python.shim({program!r}, preloaded=[{preloaded!r}])"
+    code = f"{IMPORT}\n{before}\nwarm_python.shim({program!r}, preloaded=[{preloaded!r}])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment(folder, **variables),
@@ -325,6 +329,17 @@ def run_with(
     )
     assert (done.stdout, done.returncode) == ("10\n", 3), done.stderr
     return done, folder
+
+
+WAIT_FOR_ITS_END = """
+import os, pathlib
+ask = warm_python._ask_for_fork
+def ask_late(*request):
+    os.waitpid(int((pathlib.Path(os.environ[warm_python.FOLDER]) / "pid").read_text()), 0)
+    ask(*request)
+warm_python._ask_for_fork = ask_late
+"""
+"""The shim asks when its server has ended."""
 
 
 @pytest.mark.slow
@@ -338,16 +353,22 @@ def test_a_fork_needs_no_more_open_files_than_it_has() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "reason"), [("no_such_module", "No module named"), ("threaded", "1 other threads")]
+    ("module", "reason", "before"),
+    [
+        ("no_such_module", "No module named", "pass"),
+        ("no_such_module", "No module named", WAIT_FOR_ITS_END),
+        ("threaded", "1 other threads", "pass"),
+    ],
+    ids=["a module that is missing", "that of a shim that asks late", "threads"],
 )
 def test_where_a_server_cannot_start_the_shim_says_so_and_is_an_ordinary_python(
-    tmp_path: Path, module: str, reason: str
+    tmp_path: Path, module: str, reason: str, before: str
 ) -> None:
     """A fork of a process with threads would have their locks, held as they were."""
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
-    done, folder = run_with(module, PYTHONPATH=str(tmp_path))
+    done, folder = run_with(module, before=before, PYTHONPATH=str(tmp_path))
     assert re.search(rf"warm server ended .*{folder / 'log'}; .*without it", done.stderr)
     assert reason in (folder / "log").read_text()
     shutil.rmtree(folder)
