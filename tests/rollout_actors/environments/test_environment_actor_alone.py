@@ -81,7 +81,7 @@ def sandboxes(make_actor: MakeActor, log: Path, **args: Any) -> EnvironmentActor
 async def with_rollouts_under_way(actor: EnvironmentActor, log: Path) -> asyncio.Task[Any]:
     await actor.start()
     round_ = asyncio.create_task(actor.generate(requests()))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(noted(log)) < len(OPENED):
             await asyncio.sleep(0.01)
     return round_

@@ -48,7 +48,7 @@ EXAMPLE = TrainingExample([5, 6, 7, 8], [0.0, 0.0, -0.5, 0.0], [0, 0, 1, 0], 1.0
 def taught(teacher: FakeTeacher, **keys: Any) -> Iterator[tuple[Teacher, TeacherSection]]:
     """The client of this teacher, and its section of the configuration, with these keys."""
     with serving(teacher.app()) as url:
-        section = TeacherSection(**{"base_url": url, "model": "teacher", "timeout_s": 20.0} | keys)
+        section = TeacherSection(**{"base_url": url, "model": "teacher", "timeout_s": 60.0} | keys)
         yield Teacher(TeacherSettings.from_section(section), max_under_way=3), section
 
 
