@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
@@ -62,7 +61,7 @@ def counted(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
     with (
         mock.patch.object(THREADS, "call", _at_once),
         asyncio.Runner(loop_factory=CountedTime) as runner,
-        mock.patch.object(time, "perf_counter", runner.get_loop().time),
+        mock.patch("time.perf_counter", runner.get_loop().time),
     ):
         done = runner.run(work)
         return done, runner.get_loop().time()
