@@ -350,9 +350,10 @@ def test_ranks_that_drifted_apart_stop_at_the_next_sync_and_name_the_parameter(
 
 
 def test_an_error_on_one_rank_ends_all_of_them_within_the_timeout_with_that_ranks_message(
-    two_ranks, ddp_config
+    two_ranks, rank_config
 ):
-    waiting, failed = two_ranks.outcomes(rank_jobs.fails_on_rank_1, ddp_config, 1.0)
+    config = rank_config(**DDP, timeouts__learn_s=300.0)
+    waiting, failed = two_ranks.outcomes(rank_jobs.fails_on_rank_1, config, 1.0)
     assert type(failed) is RolloutError
     assert "the prompts differ first at token 0" in str(failed)
     assert type(waiting) is CollectiveError
