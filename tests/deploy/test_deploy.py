@@ -192,7 +192,7 @@ def test_the_batch_job_runs_the_command_and_passes_slurm_s_signal_on(tmp_path):
     job = subprocess.Popen(
         ["/bin/bash", copy, *words], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
     )
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 120
     while not (tmp_path / "started").exists() and time.monotonic() < end_s:
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)

@@ -32,6 +32,8 @@ class FakeTeacher:
     changes: dict[int, float | None] = field(default_factory=dict)
     """Log-probabilities by the place in the prompt; None: there is none."""
     scores: bool = True
+    meets: int = 1
+    """There is no answer before so many calls were under way at a time."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Of the calls for log-probabilities."""
     most_under_way: int = 0
@@ -64,6 +66,8 @@ class FakeTeacher:
         self.most_under_way = max(self.most_under_way, self._under_way)
         try:
             await asyncio.sleep(0.01)
+            while self.most_under_way < self.meets:
+                await asyncio.sleep(0.001)
             if self.troubles:
                 status = self.troubles.pop(0)
                 if status:

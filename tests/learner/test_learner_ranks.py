@@ -9,7 +9,6 @@ differs.
 import json
 import re
 import shutil
-import time
 from collections import Counter
 
 import pytest
@@ -327,9 +326,7 @@ def test_ranks_send_what_they_hold_together_also_after_a_send_that_failed(
     two_ranks, rank_config, parallel
 ):
     """Shards are gathered tensor by tensor while they are sent, by both ranks in the same order."""
-    first, second = two_ranks.run(
-        rank_jobs.send, rank_config(**parallel, timeouts__sync_phase_s=2.0, **BUCKETS)
-    )
+    first, second = two_ranks.run(rank_jobs.send, rank_config(**parallel, **BUCKETS))
     assert re.search("rendezvous on learner", str(first.error))
     assert second.error is None
     for name, weight in first.weights.items():
@@ -355,13 +352,13 @@ def test_ranks_that_drifted_apart_stop_at_the_next_sync_and_name_the_parameter(
 def test_an_error_on_one_rank_ends_all_of_them_within_the_timeout_with_that_ranks_message(
     two_ranks, rank_config
 ):
-    config = rank_config(**DDP, timeouts__learn_s=3.0)
-    waiting, failed = two_ranks.outcomes(rank_jobs.fails_on_rank_1, config)
+    config = rank_config(**DDP, timeouts__learn_s=300.0)
+    waiting, failed = two_ranks.outcomes(rank_jobs.fails_on_rank_1, config, 1.0)
     assert type(failed) is RolloutError
     assert "the prompts differ first at token 0" in str(failed)
     assert type(waiting) is CollectiveError
     told = (
-        "rank 0 of 2: another rank did not answer within timeouts.learn_s = 3 s, or its connection"
+        "rank 0 of 2: another rank did not answer within timeouts.learn_s = 1 s, or its connection"
         " broke; look at the first error of the other ranks"
     )
     assert told in str(waiting)
@@ -398,16 +395,15 @@ AT_THE_END = {"training__packing_window": 100}
 def test_a_rank_that_finds_its_rollouts_wrong_frees_the_others_at_once_and_the_weights_can_be_saved(
     two_ranks, rank_config, parallel, damage, rows, tmp_path
 ):
-    started = time.monotonic()
+    """Which is not waited for as long as for a rank that does not answer (`RankProcesses`)."""
     waiting, failed = two_ranks.outcomes(
         rank_jobs.fails_and_saves,
-        rank_config(**parallel, **rows, timeouts__learn_s=100.0),
+        rank_config(**parallel, **rows, timeouts__learn_s=3600.0),
         damage,
         rows is AT_THE_END,
         tmp_path / "checkpoint",
     )
     assert (type(waiting), type(failed)) == (CollectiveError, RolloutError)
-    assert time.monotonic() - started < 60
     assert (tmp_path / "checkpoint" / "model.safetensors").exists()
 
 

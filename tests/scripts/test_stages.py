@@ -13,7 +13,7 @@ STAGES = Path(__file__).parents[2] / "scripts" / "stages.sh"
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [STAGES, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [STAGES, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -41,7 +41,7 @@ def test_a_stage_runs_next_to_the_one_before_it_and_is_printed_and_counted_after
     """Each of the two waits for the other, and the second ends later."""
     meet = (
         f"cd {tmp_path}; echo {{0}}; touch {{0}}; "
-        "for _ in {{1..600}}; do [ -e {1} ] && {2}; sleep 0.05; done; exit 9"
+        "for _ in {{1..2400}}; do [ -e {1} ] && {2}; sleep 0.05; done; exit 9"
     )
     first = meet.format("first", "second", "exit 3")
     second = meet.format("second", "first", "sleep 0.3 && echo later && exit 4")
@@ -81,7 +81,7 @@ def test_an_interruption_ends_all_stages_whatever_those_under_way_make_of_it(tmp
         while "here" not in process.stdout.readline():
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert output.splitlines().count("told") == 2
     assert "second" not in output

@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 
 VARIABLE = "ROLLMATCH_ENVIRONMENT"
 POLL_S = 0.5
-EXEC_S = 1.0
+EXEC_S = 10.0
 """Time that a process may take to execute a program before it counts as not marked."""
 
 

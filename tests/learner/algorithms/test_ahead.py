@@ -19,7 +19,7 @@ from shared.config.pipeline import Channel
 from shared.records import Sample
 from shared.schedule import StepPlan
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 """For what happens at once on a machine that is not busy."""
 
 

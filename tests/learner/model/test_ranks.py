@@ -104,7 +104,7 @@ def test_a_rank_whose_process_ends_is_missed_at_once_by_the_others():
     assert type(error) is CollectiveError
     assert error.phase == "finish_step"
     told = (
-        "rank 0 of 2: another rank did not answer within timeouts.learn_s = 60 s, or its connection"
+        "rank 0 of 2: another rank did not answer within timeouts.learn_s = 120 s, or its connection"
         " broke; look at the first error of the other ranks"
     )
     assert told in str(error)

@@ -46,11 +46,11 @@ def test_ranks_on_gpus_meet_over_nccl_there_and_over_gloo_in_host_memory_with_on
             rendezvous=rendezvous.endpoint,
         )
         hosted, device = None if rank else rendezvous, LearnerDevice(torch.device("cpu"))
-        return join_ranks(place, hosted, device, timeout_s=20.0, num_shards=1)
+        return join_ranks(place, hosted, device, timeout_s=60.0, num_shards=1)
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(join, range(2))
         assert sorted(each.given for each in FakeNccl.opened) == [
-            (rank, 2, timedelta(seconds=20)) for rank in range(2)
+            (rank, 2, timedelta(seconds=60)) for rank in range(2)
         ]
         assert list(threads.map(lambda ranks: ranks.sum(3), (first, second))) == [6, 6]

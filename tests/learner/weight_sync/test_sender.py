@@ -30,6 +30,7 @@ from shared.weight_sync.checksum import ChecksummedWeights
 from shared.weight_sync.gloo import GlooReceiver, GlooSender, address_towards
 from shared.weight_sync.offer import CANARY as CANARY_TENSOR
 from shared.weight_sync.offer import CHECKSUMS, FullOffer, ProcessGroupSpec, TensorSpec, offsets
+from shared.weight_sync.phases import SyncPhase
 from shared.weight_sync.shared_memory import NAME, this_machine
 from shared.weight_sync.transports import TransportKind
 
@@ -37,6 +38,11 @@ FOLDER = Path("/dev/shm")
 SERVER_LIMIT = "rollout_matching.vllm.server.timeout_s"
 PROBE = CanaryProbe((1, 2, 3), (), (1, 2, 3), (-0.1, -2.5), tolerance=1e-4)
 QUESTION = replace(PROBE, expected_logprobs=None)
+LIMIT_S = 60.0
+"""Of waits that end before it, also on a busy machine."""
+CUT_OFF = "closed by peer|reset by peer|Broken pipe"
+"""What gloo says if the other end has left, and not if a limit is over."""
+Machine = Callable[[], tuple[int, ...]]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -75,7 +81,7 @@ def make_sender() -> Iterator[MakeSender]:
         sender = WeightSender(
             source or CheckpointWeights(TiedModel()),
             receivers=receivers or (ReceiverGroup(1),),
-            **{"transport": "rollmatch_gloo", "bucket_bytes": 10, "timeout_s": 0.5, **settings},
+            **{"transport": "rollmatch_gloo", "bucket_bytes": 10, "timeout_s": LIMIT_S, **settings},
         )
         senders.append(sender)
         return sender
@@ -103,19 +109,19 @@ def mappings() -> int:
 def join(
     group: ProcessGroupSpec,
     rank: int,
-    timeout_s: float,
+    timeout_s: float = LIMIT_S,
     *,
-    join_s: float | None = None,
-    is_elsewhere: bool = False,
+    join_s: float = LIMIT_S,
+    machine: Machine = this_machine,
 ) -> GlooReceiver:
     return GlooReceiver(
         group.host,
         group.port,
         rank=rank,
         world_size=group.world_size,
-        join_s=timeout_s if join_s is None else join_s,
+        join_s=join_s,
         timeout_s=timeout_s,
-        machine=elsewhere if is_elsewhere else this_machine,
+        machine=machine,
     )
 
 
@@ -128,7 +134,7 @@ def arriving(joined: GlooReceiver, terms: FullOffer) -> Iterator[tuple[str, torc
 
 
 def receive(terms: FullOffer) -> Tensors:
-    return dict(arriving(join(terms.group, 1, 5.0), terms))
+    return dict(arriving(join(terms.group, 1), terms))
 
 
 def test_an_offer_names_every_parameter_once_with_its_size_and_computes_nothing_of_the_weights(
@@ -187,7 +193,7 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
 ) -> None:
     model = TiedModel()
     source = CheckpointWeights(model)
-    sender = make_sender(ReceiverGroup(2), ReceiverGroup(1), source=source, timeout_s=20.0)
+    sender = make_sender(ReceiverGroup(2), ReceiverGroup(1), source=source)
     positions = {1: (0, 1), 2: (0, 2), 3: (1, 1)}  # group and rank in it
     joined: dict[int, GlooReceiver] = {}
     sharing = [group for group in ({1, 2}, {3}) if not group & remote]
@@ -196,7 +202,8 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
     def take(who: int, terms: FullOffer) -> Tensors:
         group, rank = positions[who]
         if who not in joined:
-            joined[who] = join(terms.groups[group], rank, 20.0, is_elsewhere=who in remote)
+            machine = elsewhere if who in remote else this_machine
+            joined[who] = join(terms.groups[group], rank, machine=machine)
         return dict(arriving(joined[who], terms))
 
     with ThreadPoolExecutor(len(positions)) as threads:
@@ -214,7 +221,7 @@ def test_every_receiver_of_every_group_gets_the_weights_and_their_checksums_agai
             assert set(report.phase_s) == {f"send_{step}" for step in steps}
             expected = dict(ChecksummedWeights(source.tensors(), offer.terms, score))
             for taken in taking:
-                tensors = taken.result(timeout=20)
+                tensors = taken.result(timeout=LIMIT_S)
                 assert list(tensors) == list(expected)
                 assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
             assert mappings() == num_mappings
@@ -238,14 +245,17 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_leaves_neither_
     sender = make_sender(group, timeout_s=timeout_s, join=joining)
     offer = sender.offer(1, QUESTION, score)
     assert (offer.terms.join, offer.terms.timeout_s) == (joining, timeout_s)
-    started = time.monotonic()
+    end_s = time.monotonic() + LIMIT_S
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(sender.send, offer)
         while not sending.done():
             assert mappings() == 0
             assert not {path for path in set(FOLDER.iterdir()) - named if NAME in path.name}
+            assert time.monotonic() < end_s, "it waits for longer than its limit"
             time.sleep(0.05)
-    assert time.monotonic() - started < 10
+    for thread in threading.enumerate():
+        if thread.name == f"weight-{SyncPhase.RENDEZVOUS}":
+            thread.join(LIMIT_S)  # on a busy machine it closes its port after the send has ended
     kept = sending.exception()  # whose traceback must not hold the port
     assert isinstance(kept, WeightSyncError)
     assert (kept.actor, kept.phase) == ("learner", "rendezvous")
@@ -259,19 +269,22 @@ def test_a_receiver_that_does_not_come_ends_the_send_in_time_and_leaves_neither_
 def test_a_group_that_has_formed_is_left_where_another_does_not_form(
     make_sender: MakeSender,
 ) -> None:
-    sender = make_sender(ReceiverGroup(1), ReceiverGroup(1), timeout_s=2.0)
+    def leave() -> tuple[int, ...]:
+        raise ZeroDivisionError
+
+    sender = make_sender(ReceiverGroup(1), ReceiverGroup(1))
     offer = sender.offer(1, QUESTION, score)
-    with ThreadPoolExecutor(1) as threads:
-        joining = threads.submit(join, offer.terms.groups[0], 1, 20.0)
+    formed, unformed = offer.terms.groups
+    with ThreadPoolExecutor(2) as threads:
+        joining = threads.submit(join, formed, 1)
+        leaving = threads.submit(join, unformed, 1, machine=leave)
         with pytest.raises(WeightSyncError, match="rendezvous on learner") as failed:
             sender.send(offer)
-        joined = joining.result(timeout=60)
-        started = time.monotonic()
-        with pytest.raises(RuntimeError):
+        assert isinstance(leaving.exception(timeout=LIMIT_S), ZeroDivisionError)
+        joined = joining.result(timeout=LIMIT_S)
+        with pytest.raises(RuntimeError, match=CUT_OFF):
             list(arriving(joined, offer.terms))
-        assert time.monotonic() - started < 10, (
-            f"it is told at once, while the error is still there: {failed.value}"
-        )
+        assert failed.value, "it is told at once, while the error is still there"
         joined.close()
     assert mappings() == 0
 
@@ -288,7 +301,7 @@ def connected(
     with ThreadPoolExecutor(1) as threads:
         joining = threads.submit(join, group, 1, timeout_s, join_s=join_s)
         wire = GlooSender(terms, [bound])
-        joined = joining.result(timeout=20)
+        joined = joining.result(timeout=LIMIT_S)
     yield wire, joined, terms
     wire.close()
     joined.close()
@@ -329,22 +342,22 @@ def test_after_the_joining_either_end_waits_for_the_other_no_longer_than_in_any_
             waits[who]()
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("machine", [this_machine, elsewhere])
 def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_load_and_arrive_behind_the_weights(
-    make_sender: MakeSender, is_elsewhere: bool
+    make_sender: MakeSender, machine: Machine
 ) -> None:
     arrived = threading.Event()
 
     def wait() -> tuple[float, ...]:
-        assert arrived.wait(20), "the first buckets do not wait for this"
+        assert arrived.wait(LIMIT_S), "the first buckets do not wait for this"
         return score()
 
-    sender = make_sender(timeout_s=20.0)
+    sender = make_sender(timeout_s=2 * LIMIT_S)
     offer = sender.offer(1, QUESTION, wait)
 
     def take() -> Tensors:
         tensors = {}
-        joined = join(offer.terms.group, 1, 20.0, is_elsewhere=is_elsewhere)
+        joined = join(offer.terms.group, 1, 2 * LIMIT_S, machine=machine)
         for name, tensor in arriving(joined, offer.terms):
             arrived.set()
             tensors[name] = tensor
@@ -353,7 +366,7 @@ def test_log_probabilities_that_the_offer_lacks_are_computed_while_the_engines_l
     with ThreadPoolExecutor(1) as threads:
         taking = threads.submit(take)
         report = sender.send(offer)
-        tensors = taking.result(timeout=20)
+        tensors = taking.result(timeout=LIMIT_S)
     assert list(tensors)[-2:] == [CHECKSUMS, CANARY_TENSOR]
     assert offer.canary.with_logprobs(tensors[CANARY_TENSOR].view(torch.float64).tolist()) == PROBE
     assert report.phase_s["send_canary"] > 0
@@ -365,14 +378,14 @@ def test_a_canary_that_cannot_be_computed_ends_the_send_with_its_reason(
     def fail() -> tuple[float, ...]:
         raise RuntimeError("out of memory")
 
-    sender = make_sender(timeout_s=5.0)
+    sender = make_sender()
     offer = sender.offer(1, QUESTION, fail)
     with ThreadPoolExecutor(1) as threads:
         receiving = threads.submit(receive, offer.terms)
         with pytest.raises(LearnerError, match=r"canary .*learner: .*RuntimeError: out of memory"):
             sender.send(offer)
-        with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):
-            receiving.result(timeout=60)
+        with pytest.raises(RuntimeError, match=CUT_OFF):
+            receiving.result(timeout=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -383,7 +396,7 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
         time.sleep(2.2)
         return score()
 
-    sender = make_sender(timeout_s=2.0)
+    sender = make_sender(timeout_s=2.0, join=Timeout(LIMIT_S, SERVER_LIMIT))
     offer = sender.offer(1, QUESTION, score_slowly)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(receive, offer.terms)
@@ -393,18 +406,18 @@ def test_a_learner_that_scores_for_longer_than_the_phase_blames_itself_and_no_en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("machine", [this_machine, elsewhere], ids=["here", "elsewhere"])
 @pytest.mark.parametrize(
     ("sizes", "leaving"),
     [((1, 1), 0), ((3,), 0), ((3,), 1), ((3,), 2)],
     ids=["of another group", "first of its group", "second of its group", "last of its group"],
 )
 def test_a_receiver_that_leaves_ends_the_wait_of_all_however_long_errors_are_kept(
-    make_sender: MakeSender, sizes: tuple[int, ...], leaving: int, is_elsewhere: bool
+    make_sender: MakeSender, sizes: tuple[int, ...], leaving: int, machine: Machine
 ) -> None:
     """Gloo's broadcast goes from receiver to receiver, so each that is told has to tell the
     next."""
-    sender = make_sender(*map(ReceiverGroup, sizes), timeout_s=60.0)
+    sender = make_sender(*map(ReceiverGroup, sizes))
     offer = sender.offer(1, QUESTION, score)
     members = [
         (group, rank)
@@ -415,7 +428,7 @@ def test_a_receiver_that_leaves_ends_the_wait_of_all_however_long_errors_are_kep
 
     def take(index: int) -> None:
         group, rank = members[index]
-        joined = join(group, rank, 60.0, is_elsewhere=is_elsewhere)
+        joined = join(group, rank, machine=machine)
         tensors = arriving(joined, offer.terms)
         kept.append(tensors)  # as a traceback does
         try:
@@ -425,34 +438,32 @@ def test_a_receiver_that_leaves_ends_the_wait_of_all_however_long_errors_are_kep
         finally:
             joined.close()
 
-    started = time.monotonic()
     with ThreadPoolExecutor(len(members)) as threads:
         taking = [threads.submit(take, index) for index in range(len(members))]
-        with pytest.raises(WeightSyncError, match="wire on learner") as failed:
+        with pytest.raises(WeightSyncError, match=rf"wire on learner: .*({CUT_OFF})") as failed:
             sender.send(offer)
-        errors = [type(future.exception(timeout=60)) for future in taking]
-    assert time.monotonic() - started < 30, "nobody waited for the timeout"
-    expected = [RuntimeError] * len(members)
-    expected[leaving] = ZeroDivisionError
-    assert errors == expected, failed.value
+        errors = [future.exception(timeout=2 * LIMIT_S) for future in taking]
+    assert isinstance(errors.pop(leaving), ZeroDivisionError), failed.value
+    for error in errors:
+        assert re.search(CUT_OFF, str(error)), "nobody waited for the timeout"
 
 
 def test_receivers_that_wait_for_a_lost_one_at_the_end_notice_it_before_any_of_them_leaves(
     make_sender: MakeSender,
 ) -> None:
     """With many receivers, a loss that goes from neighbour to neighbour takes seconds."""
-    sender = make_sender(ReceiverGroup(3), timeout_s=60.0)
+    sender = make_sender(ReceiverGroup(3), timeout_s=2 * LIMIT_S)
     offer = sender.offer(1, QUESTION, score)
     noticed = threading.Barrier(2)
 
     def take(rank: int) -> None:
-        joined = join(offer.terms.group, rank, 60.0)
+        joined = join(offer.terms.group, rank, 2 * LIMIT_S)
         tensors = arriving(joined, offer.terms)
         try:
             for _ in islice(tensors, len(offer.terms.sent) if rank == 3 else None):
                 pass
         except RuntimeError:
-            noticed.wait(timeout=30)
+            noticed.wait(timeout=LIMIT_S)
         finally:
             joined.close()
 
@@ -461,7 +472,7 @@ def test_receivers_that_wait_for_a_lost_one_at_the_end_notice_it_before_any_of_t
         with pytest.raises(WeightSyncError, match="wire on learner"):
             sender.send(offer)
         for future in taking:
-            future.result(timeout=60)
+            future.result(timeout=2 * LIMIT_S)
 
 
 def test_within_one_process_there_is_nothing_to_open_or_to_send(make_sender: MakeSender) -> None:

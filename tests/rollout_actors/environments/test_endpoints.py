@@ -65,7 +65,7 @@ def endpoint(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     with stock_process(
         small_settings(demo_checkpoint), tmp_path_factory.mktemp("stock"), more=tools
     ) as one:
-        assert eventually(lambda: answers(one.url), within_s=120), one.output.read_text()
+        assert eventually(lambda: answers(one.url), within_s=240), one.output.read_text()
         yield Endpoint(one.url, str(demo_checkpoint), TOKEN)
 
 
@@ -328,7 +328,7 @@ class Evaluations:
 
     def run(self, *arguments: str) -> tuple[str, str]:
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
         return out, err
 
@@ -420,9 +420,9 @@ def test_vf_eval_that_is_interrupted_aborts_its_requests_and_goes_on_later(
         "-a",
     ]
     process = evaluations.start(*arguments, '{"max_turns": 4}')
-    assert eventually(lambda: num_running(endpoint) > 0, within_s=60)
+    assert eventually(lambda: num_running(endpoint) > 0, within_s=240)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert eventually(lambda: num_running(endpoint) == 0)

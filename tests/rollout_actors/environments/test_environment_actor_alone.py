@@ -81,7 +81,7 @@ def sandboxes(make_actor: MakeActor, log: Path, **args: Any) -> EnvironmentActor
 async def with_rollouts_under_way(actor: EnvironmentActor, log: Path) -> asyncio.Task[Any]:
     await actor.start()
     round_ = asyncio.create_task(actor.generate(requests()))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(noted(log)) < len(OPENED):
             await asyncio.sleep(0.01)
     return round_
@@ -112,11 +112,13 @@ def test_a_cleanup_that_hangs_is_told_and_does_not_keep_the_environment_from_its
     monkeypatch.setattr(rounds, "CLEANUP_S", 0.3)
 
     async def close_s() -> float:
-        one = sandboxes(make_actor, log, takes_s=4)
+        may_end = log.with_name("may end")
+        one = sandboxes(make_actor, log, waits_for=str(may_end))
         round_ = await with_rollouts_under_way(one, log)
         began_s = time.monotonic()
         await one.close()
         took_s = time.monotonic() - began_s
+        may_end.touch()
         # Of this process others want to go on.
         await asyncio.wait([round_])
         assert isinstance(round_.exception(), RolloutError)

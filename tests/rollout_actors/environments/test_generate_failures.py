@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import threading
+import time
 
 import pytest
 from counted_time import counted
@@ -58,8 +59,30 @@ def errors(results):
     return [without_place(state) for state in results.state]
 
 
-def with_threads(monkeypatch, number):
-    monkeypatch.setattr(concurrency, "THREADS", Threads(number))
+class HeldTime(asyncio.SelectorEventLoop):
+    """A loop whose clock stands still, so that no limit is over before a test says so."""
+
+    now_s = 0.0
+
+    def time(self):
+        return self.now_s
+
+
+def done_after(seconds, is_hanging, work):
+    """Do the work. So many seconds pass for it at once, when `is_hanging` holds."""
+
+    async def pass_seconds():
+        task = asyncio.create_task(work)
+        end_s = time.monotonic() + 60
+        while not is_hanging():
+            assert time.monotonic() < end_s, "nothing hangs"
+            await asyncio.sleep(0)
+            time.sleep(0.001)  # for the threads
+        asyncio.get_running_loop().now_s += seconds
+        return await task
+
+    with asyncio.Runner(loop_factory=HeldTime) as runner:
+        return runner.run(pass_seconds())
 
 
 @pytest.fixture
@@ -102,12 +125,11 @@ LATE = (
 )
 
 
-@pytest.mark.slow
 def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_that_tools_get_one(
     monkeypatch, release
 ):
-    with_threads(monkeypatch, 2)
-    hung = []
+    threads, hung = Threads(2), []
+    monkeypatch.setattr(concurrency, "THREADS", threads)
 
     def look_up(number: int) -> str:
         """Look up a number."""
@@ -124,27 +146,41 @@ def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_
         if number < 2 or call.turn:
             return "done"
         while len(hung) < 2:  # until both threads are taken
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         return Answer(None, tool_calls=[("look_up", {"number": number})])
+
+    def are_tools_waiting():
+        return sum(len(queue.waiting) for queue in threads._queues.values()) == 2
 
     given = [{"question": str(number), "answer": str(number)} for number in range(4)]
     env = ToolEnv([look_up], rubric=Rubric([judged]))
-    results = generated(env, given, ScriptedClient(script), rollout_timeout_s=2.0)
-    assert errors(results)[2:] == [None] * 2
+    work = env.generate(
+        given, ScriptedClient(script), "model", use_tqdm=False, rollout_timeout_s=2.0
+    )
+    results = done_after(2.0, are_tools_waiting, work)
+    assert errors(results)[2:] == [None] * 2, "the wait for a thread is within no limit"
     for state in results.state[:2]:
         assert state["reward_errors"] == {"judged": LATE.format("rollout_timeout_s")}
 
 
-@pytest.mark.slow
 def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_thread_is_given_up(
     release,
 ):
+    begun_s = []
+
     def hangs(completion):
+        begun_s.append(time.perf_counter())
         release.wait(60)
         return 1.0
 
+    def has_hung():
+        return begun_s and time.perf_counter() > begun_s[0] + 0.06
+
     env = SingleTurnEnv(rubric=Rubric([hangs], [0.0]))
-    results = generated(env, rows(1), ScriptedClient(echo), scoring_timeout_s=1.0)
+    work = env.generate(
+        rows(1), ScriptedClient(echo), "model", use_tqdm=False, scoring_timeout_s=1.0
+    )
+    results = done_after(1.0, has_hung, work)
     (state,) = results.state
     assert state["reward_errors"]["hangs"].startswith(
         "TimeoutError: reward function hangs is not done after scoring_timeout_s = 1 s"

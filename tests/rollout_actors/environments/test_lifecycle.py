@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from counted_time import counted
 from environment_support import (
     Talk,
     assistant,
@@ -248,7 +249,7 @@ class Hangs(Talk):
 
     @teardown
     async def close(self):
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         self.done.append("closed")
 
 
@@ -283,7 +284,7 @@ def test_a_teardown_that_hangs_keeps_no_other_from_its_own(env_of, expected, end
             r"the teardown is not done after cleanup_timeout_s = 0\.05 s; check what it waits for"
         )
         with pytest.raises(TimeoutError, match=late):
-            asyncio.run(env_of(Hangs, done).aclose())
+            counted(env_of(Hangs, done).aclose())
     else:
         env = env_of(Patient, done)
         cancelled_when(lambda: "begun" in done, env.aclose)

@@ -316,7 +316,7 @@ def test_async_batch_generator_benefits_from_interleaving_by_default_without_cha
 
     async def script(call):
         if place_of(call):  # not before the first one is scored
-            assert await asyncio.to_thread(scored.wait, 20)
+            assert await asyncio.to_thread(scored.wait, 60)
         return call.text
 
     async def right(completion, answer):
@@ -327,7 +327,7 @@ def test_async_batch_generator_benefits_from_interleaving_by_default_without_cha
         SingleTurnEnv(rubric=Rubric([right])), ScriptedClient(script), "model"
     ) as batches:
         batches.submit(0, rows(3))
-        results = batches.result(0, 60)
+        results = batches.result(0, 120)
     assert results.reward == [1.0] * 3 and results.metadata.num_errors == 0
 
 

@@ -46,6 +46,8 @@ SIZE = 2
 WORDS = ("o", "xo", "xxo")
 ENGINES = ["rollout-actor-0", "rollout-actor-1"]
 ENVIRONMENTS = ["environment-0", "environment-1"]
+LONG_S = 240.0
+"""Of what ends before it, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +62,12 @@ def settings(demo_checkpoint: Path) -> RunnerSettings:
 def pool(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClient]:
     """Two environment actors before two engines."""
     actors = [create_scripted_actor(number, token_ids(WORDS)) for number in range(2)]
-    engines = RolloutClient(Fleet(actors, ENGINES, timeouts(60.0)), RoundSize(4, learner_ranks=2))
+    engines = RolloutClient(Fleet(actors, ENGINES, timeouts(LONG_S)), RoundSize(4, learner_ranks=2))
     shells = [
         create_environment_actor(name, settings, actors, ENGINES, engines.engines.timeouts.generate)
         for name in ENVIRONMENTS
     ]
-    environments = Fleet(shells, ENVIRONMENTS, timeouts(60.0))
+    environments = Fleet(shells, ENVIRONMENTS, timeouts(LONG_S))
     for pool in (engines, environments):
         pool.start()
     engines.generate_through(environments, group_size=SIZE)
@@ -80,10 +82,13 @@ def create_environment_actor(*arguments: Any) -> Any:
 
 
 def with_environments(actors: Sequence[Any], limit_s: float) -> RolloutClient:
-    """Over actors with the methods of `EnvironmentActor`; no engine is asked."""
-    environments = Fleet(actors, ENVIRONMENTS, timeouts(limit_s), devices=(1, 1))
+    """Over the last environments, actors with the methods of `EnvironmentActor`; no engine is
+    asked.
+    """
+    names, devices = ENVIRONMENTS[-len(actors) :], (1,) * len(actors)
+    environments = Fleet(actors, names, timeouts(limit_s), devices=devices)
     engines = RolloutClient(
-        Fleet([None, None], ENGINES, replace(timeouts(60.0), stall=None), devices=(1, 1)),
+        Fleet([None, None], ENGINES, replace(timeouts(LONG_S), stall=None), devices=(1, 1)),
         RoundSize(4, learner_ranks=2),
     )
     engines.generate_through(environments, group_size=SIZE)
@@ -91,7 +96,7 @@ def with_environments(actors: Sequence[Any], limit_s: float) -> RolloutClient:
 
 
 def timeouts(limit_s: float) -> RolloutTimeouts:
-    section = TimeoutsSection(start_s=120.0, generate_s=limit_s, sync_phase_s=30.0)
+    section = TimeoutsSection(start_s=LONG_S, generate_s=limit_s, sync_phase_s=LONG_S)
     return RolloutTimeouts.for_actors(section)
 
 
@@ -158,9 +163,9 @@ def test_a_step_whose_rubric_scores_at_once_is_one_round_of_one_actor_whatever_r
     actor = create_environment_actor(
         ENVIRONMENTS[0], ranking, pool.engines.actors, ENGINES, pool.engines.timeouts.generate
     )
-    environments = Fleet([actor], ENVIRONMENTS[:1], timeouts(60.0))
+    environments = Fleet([actor], ENVIRONMENTS[:1], timeouts(LONG_S))
     engines = RolloutClient(
-        Fleet(pool.engines.actors, ENGINES, timeouts(60.0), devices=(1, 1)),
+        Fleet(pool.engines.actors, ENGINES, timeouts(LONG_S), devices=(1, 1)),
         RoundSize(2, learner_ranks=2),
     )
     environments.start()
@@ -197,12 +202,10 @@ def test_weights_go_to_the_engines_whose_rollouts_carry_their_version(pool):
 def test_an_environment_actor_that_dies_ends_the_round_with_its_name(fake_actors):
     dying = create_fake_actor("environment-1", "generate", "die")
     pool = with_environments([fake_actors[0], dying], 600.0)
-    started = time.monotonic()
     message = "generate on environment-1: its process has ended"
     with pytest.raises(RolloutError, match=message) as caught:
         pool.generate(refs(group_requests(0, 1, 2, 5), [])).result()
     assert caught.value.actor == "environment-1"
-    assert time.monotonic() - started < 60
 
 
 def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_environment_is_torn_down(
@@ -216,11 +219,12 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
         settings, env_id="sandboxes_environment", env_args={"log": "log"}, working_dir=str(tmp_path)
     )
     actor = create_environment_actor(ENVIRONMENTS[0], sandboxes, [None], ENGINES[:1], None)
-    pool = RolloutClient(Fleet([actor], ENVIRONMENTS[:1], timeouts(60.0)), RoundSize(8))
+    pool = RolloutClient(Fleet([actor], ENVIRONMENTS[:1], timeouts(LONG_S)), RoundSize(8))
     pool.start()
     round_ = pool.generate(refs(group_requests(0, 1)))
-    until_s = time.monotonic() + 30
-    while len(noted(log)) < 2 * SIZE and time.monotonic() < until_s:
+    until_s = time.monotonic() + LONG_S
+    while len(noted(log)) < 2 * SIZE:
+        assert time.monotonic() < until_s
         time.sleep(0.05)
     pool.close()
     *before, last = noted(log)
@@ -238,7 +242,7 @@ def test_when_the_pool_is_closed_rollouts_under_way_clean_up_and_then_their_envi
 def mended(ray_cluster: None, settings: RunnerSettings) -> Iterator[RolloutClient]:
     """Two environment actors before two engines; others take the places of those that are lost."""
     budget = RestartBudget(ActorsSection(max_restarts=100))
-    limits = replace(timeouts(60.0), stall=Timeout(2.0, "timeouts.stall_s"))
+    limits = timeouts(LONG_S)
 
     def create_engine(index: int, _: int = 1) -> Any:
         return create_scripted_actor(index, token_ids(WORDS))
@@ -295,7 +299,7 @@ def test_what_a_lost_environment_owed_is_answered_by_the_other_and_it_comes_back
 
 
 def test_what_a_lost_or_stopped_engine_was_asked_is_asked_of_the_other_and_it_comes_back(
-    mended, settings
+    mended, settings, monkeypatch
 ):
     ray.kill(mended.engines.actors[0])
     assert_answers(mended, settings)
@@ -303,11 +307,15 @@ def test_what_a_lost_or_stopped_engine_was_asked_is_asked_of_the_other_and_it_co
     os.kill(
         ray.get(mended.engines.actors[1].__ray_call__.remote(lambda _: os.getpid())), signal.SIGSTOP
     )
+    # Only now, and longer than the other engine takes to answer on a busy machine.
+    limits = replace(mended.engines.timeouts, stall=Timeout(5.0, "timeouts.stall_s"))
+    monkeypatch.setattr(mended.engines, "timeouts", limits)
     assert_answers(mended, settings)
+    monkeypatch.undo()
     assert mended.join_replacements()
     first, second = mended.pop_replaced()
     assert [first.actor, second.actor] == ENGINES
-    assert re.search(r"rollout-actor-1 .*timeouts\.stall_s = 2 s", second.reason)
+    assert re.search(r"rollout-actor-1 .*timeouts\.stall_s = 5 s", second.reason)
     assert_answers(mended, settings)
     assert not mended.join_replacements(), "environments ask the new ones"
 
@@ -325,7 +333,7 @@ def test_where_no_engine_is_left_the_round_is_lost_and_may_be_asked_again(mended
 # The engines' actors, as an environment's actor asks them
 
 LIMIT = Timeout(0.5, "timeouts.generate_s")
-LONG = Timeout(60.0, "timeouts.generate_s")
+LONG = Timeout(LONG_S, "timeouts.generate_s")
 
 
 def asked(actors: list[Any], limit: Timeout = LONG, *, outlived: bool = False) -> Any:
@@ -374,7 +382,7 @@ def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_eve
         await asyncio.sleep(0.2)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asking, 10)
+            await asyncio.wait_for(asking, 60)
 
     for _ in range(2):
         asyncio.run(cancelled())
@@ -384,7 +392,7 @@ def test_a_cancelled_call_ends_at_once_and_the_engines_are_asked_on_the_next_eve
 
 def test_a_late_environment_is_named_with_the_timeouts_key(fake_actors):
     ray.get(fake_actors[1].become.remote("generate", "sleep"))
-    pool = with_environments(fake_actors, 1.0)
+    pool = with_environments(fake_actors[1:], 1.0)
     message = "no answer from environment-1 after timeouts.generate_s = 1 s; check"
     with pytest.raises(RolloutError, match=f"generate on environment-1: {message}"):
         pool.generate(refs(group_requests(0, 1, 2, 5), [])).result()

@@ -225,13 +225,15 @@ def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
     from rollout_actors.environments.training import beside
 
     monkeypatch.setattr(beside, "CLOSED_S", 0.2)
+    may_end = tmp_path / "may end"
     (tmp_path / "never_ends.py").write_text(
-        "import asyncio\n"
+        "import asyncio, pathlib\n"
         "from rollout_actors.environments import Rubric, SingleTurnEnv, teardown\n"
         "class NeverEnds(SingleTurnEnv):\n"
         "    @teardown\n"
         "    async def hangs(self):\n"
-        "        await asyncio.sleep(1)\n"
+        f"        while not pathlib.Path({str(may_end)!r}).exists():\n"
+        "            await asyncio.sleep(0.01)\n"
         "def load_environment():\n"
         "    return NeverEnds(dataset=[{'question': '1'}], rubric=Rubric([]))\n"
     )
@@ -240,5 +242,6 @@ def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
         backend.close()
     assert "was not torn down within 0.2 s" in caplog.text
     assert engine.is_closed
+    may_end.touch()
     backend._thread.join(60)
     assert not backend._thread.is_alive(), "it ends with the teardown"

@@ -22,11 +22,11 @@ STARTS = """
 import multiprocessing, subprocess, sys, time
 from rollout_actors.environments.training.child_processes import EnvironmentProcesses
 
-before = subprocess.Popen(["sleep", "60"])
+before = subprocess.Popen(["sleep", "600"])
 processes = EnvironmentProcesses()
-one = subprocess.Popen(["sleep", "60"], start_new_session=True)
-deep = subprocess.run(["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)
-fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+one = subprocess.Popen(["sleep", "600"], start_new_session=True)
+deep = subprocess.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)
+fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
 fork.start()
 print(before.pid, one.pid, deep.stdout.strip(), fork.pid, flush=True)
 sys.stdin.readline()
@@ -48,7 +48,7 @@ def started():
 
 
 def wait_until_ended(processes):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(one.is_running() and one.status() != "zombie" for one in processes):
         assert time.monotonic() < deadline, processes
         time.sleep(0.05)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithms.advantages import token_advantages
@@ -322,6 +322,7 @@ def slowly_merged(
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(trajectories())
 def test_merging_equals_a_slow_obvious_version(states):
     examples, num_splits = merge_trajectories_for_training(states)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import runner_environment
+from counted_time import counted
 from environment_support import picture
 from scene_support import png
 from scripted_engines import (
@@ -458,8 +459,8 @@ def load_environment():
 
 def test_examples_are_counted_and_a_report_may_be_of_fewer():
     environment = load_environment("runner_environment")
-    for num_held_out, counted in ((None, 3), (2, 2), (0, 0), (9, 3)):
-        assert count_examples(environment, num_held_out) == ExampleCounts(6, counted)
+    for num_held_out, expected in ((None, 3), (2, 2), (0, 0), (9, 3)):
+        assert count_examples(environment, num_held_out) == ExampleCounts(6, expected)
     without = load_environment("runner_environment", num_eval_rows=None)
     assert count_examples(without, None) == ExampleCounts(6, 0), "not those of the training"
     at_once = load_environment("runner_environment", ranks=True)
@@ -539,9 +540,9 @@ def load_environment():
         assert {rollout.examples[0].group_rewards for rollout in answer} == {rewards}
 
 
-@pytest.mark.slow
 def test_a_rollout_that_hangs_is_cut_off_and_the_other_groups_are_as_without_it():
-    cut_off, *others = ran(group_requests(4, 1), trouble="sleep", at=4, rollout_timeout_s=1.0)
+    runner = runner_over(ScriptedEngines(by_seed), trouble="sleep", at=4, rollout_timeout_s=1.0)
+    (cut_off, *others), _ = counted(runner.run(group_requests(4, 1)))
     message = (
         "TimeoutError: rollout not done after rollout_timeout_s = 1 s; check what its turns, tools"
         " and cleanups wait for, or raise rollout_timeout_s"

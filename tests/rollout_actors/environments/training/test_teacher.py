@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +50,7 @@ EXAMPLE = TrainingExample([5, 6, 7, 8], [0.0, 0.0, -0.5, 0.0], [0, 0, 1, 0], 1.0
 def taught(teacher: FakeTeacher, **keys: Any) -> Iterator[tuple[Teacher, TeacherSection]]:
     """The client of this teacher, and its section of the configuration, with these keys."""
     with serving(teacher.app()) as url:
-        section = TeacherSection(**{"base_url": url, "model": "teacher", "timeout_s": 20.0} | keys)
+        section = TeacherSection(**{"base_url": url, "model": "teacher", "timeout_s": 60.0} | keys)
         yield Teacher(TeacherSettings.from_section(section), max_under_way=3), section
 
 
@@ -172,7 +174,7 @@ def test_the_log_of_a_rollout_has_the_teachers_log_probabilities_and_needs_no_te
 
 
 def test_it_is_asked_for_each_example_as_far_as_it_is_learned_and_so_many_at_a_time() -> None:
-    teacher = FakeTeacher(TOKENIZER, key="secret")
+    teacher = FakeTeacher(TOKENIZER, key="secret", meets=3)
     unlearned = replace(EXAMPLE, mask=[0] * 4)
     examples = [replace(EXAMPLE, token_ids=[number, 6, 7, 8]) for number in range(8)]
     with pytest.MonkeyPatch.context() as environment:
@@ -216,11 +218,14 @@ def test_a_teacher_that_is_started_again_is_waited_for_within_its_limit(
     loads = FakeTeacher(TOKENIZER, troubles=[502, 503, 503, 504])
     assert score(loads, EXAMPLE)[0].teacher_logprobs is not None
     assert len(loads.bodies) == 5
-    section = TeacherSection(base_url="http://127.0.0.1:9", model="teacher", timeout_s=0.2)
+    # Half of the limit is over after the first try, and all of it after the second.
+    clock = SimpleNamespace(monotonic=count(0.0, 30.0).__next__)
+    monkeypatch.setattr("rollout_actors.environments.training.teacher.time", clock)
+    section = TeacherSection(base_url="http://127.0.0.1:9", model="teacher", timeout_s=60.0)
     gone = Teacher(TeacherSettings.from_section(section), max_under_way=3)
     problem = (
         r"score on teacher: http://127\.0\.0\.1:9 could not be reached for"
-        r" environment\.teacher\.timeout_s = 0\.2 s \(last: .*\); read in its output why it ended"
+        r" environment\.teacher\.timeout_s = 60 s \(last: .*\); read in its output why it ended"
     )
     with pytest.raises(RolloutError, match=problem):
         asyncio.run(gone.score([EXAMPLE]))
