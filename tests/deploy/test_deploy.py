@@ -196,7 +196,7 @@ def test_the_batch_job_runs_the_command_and_passes_slurm_s_signal_on(tmp_path):
     while not (tmp_path / "started").exists() and time.monotonic() < end_s:
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
-    told, _ = job.communicate(timeout=60)
+    told, _ = job.communicate(timeout=240)
     srun = ["srun --ntasks=1", "srun --cpus-per-task=32"]
     assert told.splitlines() == [*srun, "train", *words, "resume=auto", "saved"]
     assert job.returncode == 130

@@ -112,7 +112,7 @@ class FakeRank:
 
     @ray.method(concurrency_group=STOPPING)
     def wait_until_it_scores(self) -> bool:
-        return self._rank.begun.wait(60)
+        return self._rank.begun.wait(240)
 
 
 def create_fake_rank(rank: int = 0) -> Any:

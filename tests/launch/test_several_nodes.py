@@ -146,7 +146,7 @@ deadline, metrics = time.monotonic() + 240, set()
 while not metrics >= asked and time.monotonic() < deadline:  # every node publishes from time to time
     time.sleep(1.0)
     with suppress(OSError):  # an agent is still starting
-        metrics = {name for end in ends for name in re.findall(r'^(ray_rollmatch_\\w+)\\{.*run="spread"', urlopen(end, timeout=60).read().decode(), re.M)}
+        metrics = {name for end in ends for name in re.findall(r'^(ray_rollmatch_\\w+)\\{.*run="spread"', urlopen(end, timeout=240).read().decode(), re.M)}
 print(json.dumps([used, names, sorted(metrics & asked)]))
 """
 

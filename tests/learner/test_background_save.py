@@ -74,7 +74,7 @@ def test_it_has_the_bytes_of_one_that_the_run_waited_for_although_it_learned_on(
     may_write = threading.Event()
 
     def write_later(content, folder):
-        assert may_write.wait(60)
+        assert may_write.wait(480)
         WRITE(content, folder)
 
     with patch.object(CheckpointContent, "write_weights", write_later):

@@ -30,7 +30,7 @@ class Hanging:
 
     def __call__(self) -> str:
         self.begun.release()
-        assert self.release.wait(60)
+        assert self.release.wait(240)
         return "late"
 
 
@@ -105,7 +105,7 @@ def test_where_too_many_were_given_up_calls_are_refused_with_their_names_until_o
                 await call
             assert str(caught.value).startswith(refusal.format(name))
         hangs.release.set()
-        assert threads.wait(60) == []
+        assert threads.wait(240) == []
         assert await threads.call(there, "healthy") == "there"
 
     ran(work)
@@ -119,7 +119,7 @@ def test_as_many_functions_run_at_a_time_as_there_are_threads_and_no_more():
             now[0] += 1
             most[0] = max(most[0], now[0])
         with contextlib.suppress(threading.BrokenBarrierError):
-            together.wait(60)
+            together.wait(240)
         with lock:
             now[0] -= 1
 
@@ -143,7 +143,7 @@ def test_waiting_calls_run_while_the_loop_is_busy_and_wake_it_at_most_twice_for_
         threads = Threads(1)
         calls = asyncio.gather(*(threads.call(one, "f") for one in [*[there] * 20, last.set]))
         await asyncio.sleep(0)
-        assert last.wait(60), "the loop is blocked meanwhile"
+        assert last.wait(240), "the loop is blocked meanwhile"
         return await calls, woken.call_count
 
     answers, num_woken = ran(work)
@@ -184,7 +184,7 @@ def test_a_function_that_returns_after_its_loop_was_closed_does_not_keep_the_loo
 
     closed = ran(work)
     hangs.release.set()
-    assert threads.wait(60) == []
+    assert threads.wait(240) == []
     assert ran(lambda: threads.call(there, "next")) == "there"
     end_s = time.monotonic() + 60
     while closed() is not None and time.monotonic() < end_s:

@@ -22,5 +22,5 @@ def test_a_stopped_process_ends_with_its_parent() -> None:
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
-    child.wait(timeout=60)
-    parent.communicate(timeout=60)
+    child.wait(timeout=240)
+    parent.communicate(timeout=240)

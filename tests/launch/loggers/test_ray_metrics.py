@@ -71,7 +71,7 @@ def exported() -> list[Sample]:
     node = ray.nodes()[0]
     endpoint = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     try:
-        text = urlopen(endpoint, timeout=60).read().decode()
+        text = urlopen(endpoint, timeout=240).read().decode()
     except URLError:  # it is not open yet
         return []
     lines = [re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line) for line in text.splitlines()]

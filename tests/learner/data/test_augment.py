@@ -295,7 +295,7 @@ def test_what_became_of_a_sample_is_told_when_it_is_taken_and_nothing_begins_aft
         begun.append(draw.row)
         if draw.row == 1:
             raise RecordError("is gone", field="images", remedy="restore it")
-        assert draw.row == 0 or may_end.wait(60)
+        assert draw.row == 0 or may_end.wait(240)
         return Augmented(scene(), None, 0)
 
     ahead = AugmentedAhead(show)

@@ -138,7 +138,7 @@ def test_rewards_that_hang_in_every_thread_are_bounded_by_the_rollouts_limit_so_
     def judged(answer):
         if int(answer) < 2:
             hung.append(answer)
-            release.wait(60)
+            release.wait(240)
         return 1.0
 
     async def script(call):
@@ -170,7 +170,7 @@ def test_a_plain_reward_function_that_hangs_has_no_figure_at_its_limit_and_its_t
 
     def hangs(completion):
         begun_s.append(time.perf_counter())
-        release.wait(60)
+        release.wait(240)
         return 1.0
 
     def has_hung():

@@ -311,7 +311,7 @@ def test_the_model_reads_a_value_as_text_or_json_or_why_it_has_no_such_form(valu
 
 
 def test_plain_tools_run_in_threads_so_that_rollouts_do_not_wait_for_each_other():
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=240)
 
     def meet() -> str:
         barrier.wait()

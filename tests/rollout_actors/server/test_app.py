@@ -187,7 +187,7 @@ class TestBodies:
     ):
         monkeypatch.setattr(server_app, "STALL_S", 0.2)
         host, _, port = caller.url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
+        with socket.create_connection((host, int(port)), timeout=240) as connection:
             head = (
                 f"POST /infer/ HTTP/1.1\r\nHost: {host}\r\nContent-Type:"
                 " application/json\r\nContent-Length: 1000\r\n\r\n"
@@ -242,7 +242,7 @@ class TestBodies:
 
 def connect(caller):
     host, _, port = caller.url.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    return socket.create_connection((host, int(port)), timeout=240)
 
 
 class TestConnections:

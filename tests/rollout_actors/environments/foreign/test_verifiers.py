@@ -219,4 +219,4 @@ def test_the_process_ends_with_its_parent(folder):
     process = psutil.Process(int(parent.stdout.readline()))
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    process.wait(60)
+    process.wait(240)
