@@ -97,7 +97,7 @@ def _modules_are_looked_for_where_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _secrets_of_one_test_are_words_of_the_next() -> Iterator[None]:
+def _hidden_secrets_end_with_the_test() -> Iterator[None]:
     """Forget the secrets that a test hides, which would be masked in messages of the others."""
 
     def hidden() -> set[str]:

@@ -164,9 +164,9 @@ def connect(cluster: ClusterSection, **options: object) -> Session:
 
 @contextmanager
 def patient_start() -> Iterator[None]:
-    """Let the processes of a cluster that `ray.init` starts need `REGISTER_S` seconds.
+    """Give the processes of a cluster that `ray.init` starts `REGISTER_S` seconds to start.
 
-    Ray has no settings for two of its limits, which a start on a busy machine exceeds: 30 s until
+    On a busy machine Ray's own limits are too short. It has no settings for two of them: 30 s until
     the node registers, and 15 s until its agents report the ports that they chose. Therefore the
     ports are chosen here.
     """
@@ -213,11 +213,16 @@ def patient_start() -> Iterator[None]:
 
     services.get_node = patient_get_node
     services.start_raylet = start_raylet_with_ports
+    limit = "RAY_gcs_server_port_wait_time_s"
+    has_limit = limit in os.environ
+    os.environ.setdefault(limit, f"{REGISTER_S:.0f}")
     try:
         yield
     finally:
         services.get_node = get_node
         services.start_raylet = start_raylet
+        if not has_limit:
+            del os.environ[limit]
 
 
 def _held_port() -> int:

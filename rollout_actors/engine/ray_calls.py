@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 RefT = TypeVar("RefT")
 
-# How long to wait for the error of the actor that broke a connection. Below `SYNC_MARGIN_S`.
+# How long to wait for the error of the actor that broke a connection. Below `RECEIVER_ERROR_S`.
 PEER_ERROR_GRACE_S = 20.0
 # Text in errors of gloo and NCCL when a peer has left. vLLM passes on only the text of an error.
 BROKEN_CONNECTION = ("third_party/gloo", "ncclRemoteError", "ncclSystemError")

@@ -168,10 +168,10 @@ class VerifyingWorker(GuardedWorker):
         del self._unsynced
 
     def unlink_shared_memory(self) -> None:
-        """Remove the names of the memory that vLLM's workers on CPU share, which all have mapped.
+        """Unlink the shared memory of vLLM's CPU workers, which every worker has mapped.
 
-        A worker that is killed would leave named memory in /dev/shm. Without a name, Linux frees
-        it when the last worker ends.
+        A killed worker would leave it in /dev/shm. Unlinked, Linux frees it when the last worker
+        ends.
         """
         for name in re.findall(r"/dev/shm/vllm_\S+$", Path("/proc/self/maps").read_text(), re.M):
             Path(name).unlink(missing_ok=True)  # each worker finds the names of all

@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 ENGINE_MARGIN_S = 2.0  # the engine and the sender
 CLIENT_MARGIN_S = 3.0  # the client of a rollout server
 POOL_MARGIN_S = 4.0  # the pool, and callers that wait for the sender
-# The whole sync. An engine restores its model, which may take long, before it reports an error.
-SYNC_MARGIN_S = 30.0
+SYNC_MARGIN_S = 6.0  # the whole sync
+RECEIVER_ERROR_S = 30.0
+"""Seconds to wait for the receivers' error after the sender's: an engine that fails leaves the
+group, and restores its model before it reports why."""
 
 OFFER = "offer"
 """The phase that an error names if no engine has begun a phase, or an engine's state is unknown."""
@@ -227,10 +229,10 @@ def _adapter_error(error: Exception) -> WeightSyncError:
 def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -> SyncReport:
     """Make one offer and wait for both sides.
 
-    A side that fails leaves the group, which ends the other side's wait. This function waits at
-    most `SYNC_MARGIN_S` for that, so that it can raise the receiver's error with the sender's error
-    as its cause. If the learner failed, its LearnerError is raised instead, because the receivers'
-    errors only follow from it.
+    A side that fails leaves the group, which ends the other side's wait. This function waits for
+    that too, at most `RECEIVER_ERROR_S` for the receivers and `SYNC_MARGIN_S` for the sender, so
+    that it can raise the receiver's error with the sender's error as its cause. If the learner
+    failed, its LearnerError is raised instead, because the receivers' errors only follow from it.
     """
     offer = learner.offer_weights(again=again)
     receiving = rollouts.receive_weights(offer)
@@ -238,7 +240,7 @@ def _sync(learner: SendingLearner, rollouts: ReceivingEngines, *, again: bool) -
     sides: tuple[Future[Any], Future[Any]] = (receiving, sending)
     limit = Timeout(whole_sync_s(offer), f"the limits of all phases ({PHASE_LIMIT})")
     wait(sides, timeout=limit.seconds, return_when=FIRST_EXCEPTION)
-    wait(sides, timeout=SYNC_MARGIN_S)
+    wait(sides, timeout=RECEIVER_ERROR_S if sending.done() else SYNC_MARGIN_S)
     errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
     if errors:
         # If the learner failed, the receivers only know that it left.

@@ -11,7 +11,7 @@ from benchmarks.two_hosts import HEAD, OPEN, SENDING, WORKER, network
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 240
-"""Of what does not hang: torch is imported within it."""
+"""Limit for what only a hang exceeds: torch is imported within it."""
 
 BOTH = f"""
 import socket

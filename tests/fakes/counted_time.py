@@ -56,8 +56,8 @@ async def _at_once(function: Callable[[], T], name: str) -> T:
 
 
 def counted(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """Return the work's result, and the seconds that it would have taken. What it times itself is
-    counted too.
+    """Return the work's result, and the seconds that it would have taken. Its own
+    `time.perf_counter` is counted too.
     """
     with (
         mock.patch.object(THREADS, "call", _at_once),

@@ -66,8 +66,9 @@ class FakeTeacher:
         self.most_under_way = max(self.most_under_way, self._under_way)
         try:
             await asyncio.sleep(0.01)
-            while self.most_under_way < self.meets:
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(240):
+                while self.most_under_way < self.meets:
+                    await asyncio.sleep(0.001)
             if self.troubles:
                 status = self.troubles.pop(0)
                 if status:

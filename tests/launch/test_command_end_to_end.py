@@ -159,7 +159,7 @@ def test_a_run_that_is_interrupted_while_its_learner_generates_leaves_the_round_
 def test_a_run_that_is_struck_by_four_faults_has_the_ledger_of_the_undisturbed_one(
     command, undisturbed
 ):
-    faults = ["timeouts.stall_s=5.0", "timeouts.sync_phase_s=20.0", "resume.automatic=true"]
+    faults = ["timeouts.stall_s=10.0", "timeouts.sync_phase_s=40.0", "resume.automatic=true"]
     # On a busy machine sound actors may be given up too.
     faults += ["rollout_matching.vllm.actors.max_restarts=100", "checkpoint.save_steps=1"]
     run = command(*SHORT, *faults, "resume=auto")

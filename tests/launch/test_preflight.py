@@ -286,7 +286,7 @@ def test_a_teacher_is_asked_whether_it_suits_and_one_that_is_not_up_is_waited_fo
         (problem,) = found(url)
         assert re.search(rf"^environment\.teacher\.base_url: {url} .*HTTP 503: loading", problem)
     assert teacher.bodies == []
-    # The limit of what it scores is the run's own, and no other. Its models come whenever they do.
+    # Only what it scores has the run's own limit, not the list of its models.
     models = "rollout_actors.environments.training.teacher.Teacher._wait_until_up"
     monkeypatch.setattr(models, lambda teacher: teacher._http.get(MODELS, timeout_s=120.0))
     with serving(FakeTeacher(tokenizer, troubles=[0, 0]).app()) as url:

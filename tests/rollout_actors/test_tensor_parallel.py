@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 def shared_memory(actor: Any) -> list[str]:
     """Names of the memory that the engine's processes share, of Python's and of vLLM's kernels.
 
-    Linux writes "(deleted)" behind a name that does not exist any more.
+    Linux writes "(deleted)" after a name that does not exist any more.
     """
     engine = psutil.Process(ray.get(actor.process_ids.remote())[0])
     maps = "".join(

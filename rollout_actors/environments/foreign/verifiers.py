@@ -60,7 +60,9 @@ VERSION = "0.3.1"
 """The last release of `verifiers` with the interface that most environments use."""
 OWN_ARGUMENTS = frozenset(inspect.signature(AsyncCompletions.create).parameters)
 """Sampling arguments that OpenAI's client accepts. Others are sent in `extra_body`."""
-CLOSE_S = verifiers_bridge.GRACE_S + 2.0
+END_S = 2.0
+"""Time limit for the end of a thread, and of the process after its environment was closed."""
+CLOSE_S = verifiers_bridge.GRACE_S + END_S
 
 Answer = Callable[[JsonObject], Work[ModelResponse]]
 """A function that answers a model call: body of a request to an OpenAI route -> response."""
@@ -314,7 +316,7 @@ class BridgeProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._reader.join(CLOSE_S)
+        self._reader.join(END_S)
 
     def _write(self, request: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
@@ -412,7 +414,7 @@ class RolloutEndpoint:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._thread.join(CLOSE_S)
+        self._thread.join(END_S)
 
     async def _call(self, rollout: str, request: Request) -> Response:
         answer = self._answers.get(rollout)

@@ -25,7 +25,8 @@ from typing import Any, TextIO
 # Defined here, because this program cannot import the aliases of `environments.types`.
 JsonObject = dict[str, Any]
 """A request, its answer, or a part of them."""
-GRACE_S = 9.0  # and 2 s to end: less than half of `shared.protocols.CLOSED_S`
+GRACE_S = 9.0
+"""Time limit for closing the environment; `CLOSED_S` / 2 also includes 2 s to end."""
 CALL_S = 24 * 3600.0
 """Time limit of a model call. The engines have their own limit, which is much shorter."""
 

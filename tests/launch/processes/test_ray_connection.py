@@ -181,6 +181,7 @@ def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(
         services.start_raylet
     ).parameters.keys()
     monkeypatch.delenv("RAY_agent_register_timeout_ms", raising=False)
+    monkeypatch.setattr(ray_connection, "_HELD", [])
     started: dict[str, int] = {}
     variables: dict[str, str] = {}
     asked = {"env_updates": None, **dict.fromkeys(AGENT_PORTS, 0)}

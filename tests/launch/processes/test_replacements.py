@@ -235,7 +235,7 @@ def test_an_actor_that_stops_while_it_has_nothing_to_do_is_replaced_before_the_s
 
 @pytest.mark.ray
 def test_all_engines_that_are_stuck_in_one_sync_are_replaced_together(client, soon):
-    # In the first phase: the limit is for it alone.
+    # In the first phase: the limit is only for it.
     pool = client(("pause", "stick"), ("pause", "stick"), **soon)
     with pytest.raises(WeightSyncError):
         pool.receive_weights(OFFER).result()

@@ -284,7 +284,7 @@ def test_a_group_that_has_formed_is_left_where_another_does_not_form(
         joined = joining.result(timeout=LIMIT_S)
         with pytest.raises(RuntimeError, match=CUT_OFF):
             list(arriving(joined, offer.terms))
-        assert failed.value, "it is told at once, while the error is still there"
+        del failed  # kept until here: the group is left although the traceback still exists
         joined.close()
     assert mappings() == 0
 

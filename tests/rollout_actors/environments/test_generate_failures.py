@@ -69,7 +69,7 @@ class HeldTime(asyncio.SelectorEventLoop):
 
 
 def done_after(seconds, is_hanging, work):
-    """Do the work. So many seconds pass for it at once, when `is_hanging` holds."""
+    """Do the work. Once `is_hanging` holds, these seconds pass at once."""
 
     async def pass_seconds():
         task = asyncio.create_task(work)

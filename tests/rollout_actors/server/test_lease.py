@@ -154,6 +154,6 @@ def test_a_run_that_asks_for_nothing_keeps_its_lease_as_long_as_it_lives(tmp_pat
 
     with serving(make_app(service, token="t")) as url:
         asyncio.run(live(Run(url, settings).make(token="t", run=FIRST)))
-    # Behind the server's end, which no call survives.
+    # After the server's end, which no call survives.
     clock.now_s += 61
     assert service.lease.taken(SECOND) == "", "it has died without a word"

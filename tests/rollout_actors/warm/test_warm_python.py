@@ -11,15 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from fake_server import eventually
 from process_family import fork_of, is_alive
 
 from rollout_actors.warm import warm_python
@@ -67,13 +67,6 @@ def start(folder: Path, code: str) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
     return process
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + SECONDS
-    while not (holds := condition()) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    return holds
 
 
 def ends(process: psutil.Process) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_actors.engine.ray_calls import PEER_ERROR_GRACE_S
 from shared.errors import LearnerError, Timeout, WeightSyncError
 from shared.rollouts import SyncReport, WeightOffer
 from shared.weight_sync.canary import Differences
@@ -29,6 +30,7 @@ from shared.weight_sync.phases import (
     CLIENT_MARGIN_S,
     ENGINE_MARGIN_S,
     POOL_MARGIN_S,
+    RECEIVER_ERROR_S,
     SendReport,
     SyncPhase,
     phase_limit,
@@ -349,6 +351,7 @@ def test_a_side_that_never_ends_is_waited_for_no_longer_than_all_phases_may_take
 @pytest.mark.parametrize("timeout_s", [0.1, 60.0, 3600.0])
 def test_the_innermost_limit_ends_first(timeout_s: float, join_s: float | None) -> None:
     assert ENGINE_MARGIN_S < CLIENT_MARGIN_S < POOL_MARGIN_S
+    assert PEER_ERROR_GRACE_S < RECEIVER_ERROR_S
     join = None if join_s is None else Timeout(join_s, "rollout_matching.vllm.server.timeout_s")
     offer = WeightOffer(1, "rollmatch_gloo", replace(TERMS, timeout_s=timeout_s, join=join), None)
     joining = phase_limit(offer, SyncPhase.RENDEZVOUS)

@@ -18,6 +18,7 @@ import pytest
 import ray
 from engine_support import NEIGHBOUR
 from fake_actors import create_fake_actor
+from patience import LONG_S, watch_patiently
 from sandboxes_environment import noted
 from scripted_engine_actor import create_scripted_actor, says
 from scripted_engines import ScriptedEngines, demo_tokenizer, group_requests
@@ -46,8 +47,6 @@ SIZE = 2
 WORDS = ("o", "xo", "xxo")
 ENGINES = ["rollout-actor-0", "rollout-actor-1"]
 ENVIRONMENTS = ["environment-0", "environment-1"]
-LONG_S = 240.0
-"""Of what ends before it, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +306,7 @@ def test_what_a_lost_or_stopped_engine_was_asked_is_asked_of_the_other_and_it_co
     os.kill(
         ray.get(mended.engines.actors[1].__ray_call__.remote(lambda _: os.getpid())), signal.SIGSTOP
     )
-    # Only now, and longer than the other engine takes to answer on a busy machine.
+    watch_patiently(monkeypatch).add(1)
     limits = replace(mended.engines.timeouts, stall=Timeout(5.0, "timeouts.stall_s"))
     monkeypatch.setattr(mended.engines, "timeouts", limits)
     assert_answers(mended, settings)

@@ -232,8 +232,9 @@ def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
         "class NeverEnds(SingleTurnEnv):\n"
         "    @teardown\n"
         "    async def hangs(self):\n"
-        f"        while not pathlib.Path({str(may_end)!r}).exists():\n"
-        "            await asyncio.sleep(0.01)\n"
+        "        async with asyncio.timeout(240):\n"
+        f"            while not pathlib.Path({str(may_end)!r}).exists():\n"
+        "                await asyncio.sleep(0.01)\n"
         "def load_environment():\n"
         "    return NeverEnds(dataset=[{'question': '1'}], rubric=Rubric([]))\n"
     )
@@ -243,5 +244,5 @@ def test_a_teardown_that_hangs_is_told_and_the_engine_is_ended_all_the_same(
     assert "was not torn down within 0.2 s" in caplog.text
     assert engine.is_closed
     may_end.touch()
-    backend._thread.join(60)
+    backend._thread.join(240)
     assert not backend._thread.is_alive(), "it ends with the teardown"
