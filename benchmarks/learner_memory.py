@@ -22,8 +22,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.profiler._utils import traverse_dfs
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.logit_memory import PIPELINE
@@ -251,11 +253,15 @@ def measure(config: RunConfig, sizes: Sizes, ranks: Ranks) -> int:
         trainer.queue(short, Channel.A)()
         trainer.queue(row, Channel.A)()
         optimizer.update(1, len(segments))
-    held = most = 0
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+    # Each event has the allocator's total, so their order does not matter. A sum in the order of
+    # their times was far too low twice, when the machine was very busy.
+    memory = [
+        event.typed[1]
+        for event in traverse_dfs(profiled.profiler.kineto_results.experimental_event_tree())
+        if event.tag == _EventType.Allocation
+    ]
+    before = min(event.total_allocated - event.alloc_size for event in memory)
+    most = max(event.total_allocated for event in memory) - before
     return sum(weights.values()) + most
 
 
