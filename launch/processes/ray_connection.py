@@ -187,7 +187,8 @@ def patient_start() -> Iterator[None]:
                 if ports and not is_late:
                     # Ray loses counts of metrics that are made before this agent listens.
                     host = gcs_address.rpartition(":")[0].strip("[]")
-                    socket.create_connection((host, ports[AGENT_PORTS[0]]), LISTEN_S).close()
+                    address = host, ports["metrics_agent_port"]
+                    socket.create_connection(address, LISTEN_S).close()
                 return node
             except (RuntimeError, OSError):  # it has not registered, or the agent does not listen
                 if is_late:
@@ -197,32 +198,32 @@ def patient_start() -> Iterator[None]:
     def start_raylet_with_ports(*arguments: object, **options: Any) -> object:
         ports.update((name, _held_port()) for name in AGENT_PORTS)
 
-        # Ray does not pass the last of these ports to the raylet, which would wait for it.
+        # Ray does not pass this port to the raylet, which would wait for it.
         def start_with_port(command: list[str], *others: object, **more: object) -> object:
-            flag = f"--{AGENT_PORTS[-1]}={ports[AGENT_PORTS[-1]]}"
+            flag = f"--dashboard_agent_listen_port={ports['dashboard_agent_listen_port']}"
             return start_process([*command, flag], *others, **more)
 
-        limit = "RAY_agent_register_timeout_ms"
-        variables = {limit: os.environ.get(limit, f"{1000 * REGISTER_S:.0f}")}
-        more = {"env_updates": variables | (options["env_updates"] or {}), **ports}
         services.start_ray_process = start_with_port
         try:
-            return start_raylet(*arguments, **options | more)
+            return start_raylet(*arguments, **options | ports)
         finally:
             services.start_ray_process = start_process
 
     services.get_node = patient_get_node
     services.start_raylet = start_raylet_with_ports
-    limit = "RAY_gcs_server_port_wait_time_s"
-    has_limit = limit in os.environ
-    os.environ.setdefault(limit, f"{REGISTER_S:.0f}")
+    limits = {
+        "RAY_gcs_server_port_wait_time_s": f"{REGISTER_S:.0f}",
+        "RAY_agent_register_timeout_ms": f"{1000 * REGISTER_S:.0f}",
+    }
+    added = limits.keys() - os.environ.keys()
+    os.environ.update((name, limits[name]) for name in added)
     try:
         yield
     finally:
         services.get_node = get_node
         services.start_raylet = start_raylet
-        if not has_limit:
-            del os.environ[limit]
+        for name in added:
+            del os.environ[name]
 
 
 def _held_port() -> int:

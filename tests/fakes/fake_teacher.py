@@ -33,7 +33,7 @@ class FakeTeacher:
     """Log-probabilities by the place in the prompt; None: there is none."""
     scores: bool = True
     meets: int = 1
-    """There is no answer before so many calls were under way at a time."""
+    """Answers wait until this many calls are under way at once."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Of the calls for log-probabilities."""
     most_under_way: int = 0

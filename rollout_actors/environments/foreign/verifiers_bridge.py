@@ -26,7 +26,7 @@ from typing import Any, TextIO
 JsonObject = dict[str, Any]
 """A request, its answer, or a part of them."""
 GRACE_S = 9.0
-"""Time limit for closing the environment; `CLOSED_S` / 2 also includes 2 s to end."""
+"""Time limit for closing the environment. With `verifiers.END_S` it is below `CLOSED_S` / 2."""
 CALL_S = 24 * 3600.0
 """Time limit of a model call. The engines have their own limit, which is much shorter."""
 

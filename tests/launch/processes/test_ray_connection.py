@@ -177,18 +177,13 @@ def test_a_node_that_has_not_registered_yet_is_waited_for_up_to_a_limit(
 def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert {*AGENT_PORTS, "env_updates"} < inspect.signature(
-        services.start_raylet
-    ).parameters.keys()
-    monkeypatch.delenv("RAY_agent_register_timeout_ms", raising=False)
+    assert {*AGENT_PORTS} < inspect.signature(services.start_raylet).parameters.keys()
     monkeypatch.setattr(ray_connection, "_HELD", [])
     started: dict[str, int] = {}
-    variables: dict[str, str] = {}
-    asked = {"env_updates": None, **dict.fromkeys(AGENT_PORTS, 0)}
+    asked = dict.fromkeys(AGENT_PORTS, 0)
 
-    def start_raylet(session: str, *, env_updates: dict[str, str], **ports: int) -> None:
+    def start_raylet(session: str, **ports: int) -> None:
         started.update(ports)
-        variables.update(env_updates)
         services.start_ray_process(["raylet", f"--session={session}"], "raylet", fate_share=None)
 
     start_process = Mock()
@@ -203,7 +198,6 @@ def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(
     monkeypatch.setattr(ray_connection, "REGISTER_S", 120.0)
     with patient_start():
         services.start_raylet("a", **asked)
-        assert variables == {"RAY_agent_register_timeout_ms": "120000"}
         with socket.create_server(("", started["metrics_agent_port"])) as agent:
             assert services.get_node("127.0.0.1:1", "a") is node
             agent.settimeout(120)
@@ -217,6 +211,20 @@ def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(
         socket.create_server(("", port)).close()
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", port))
+
+
+def test_ray_waits_for_its_processes_as_long_as_the_user_says_or_as_a_run_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = "RAY_gcs_server_port_wait_time_s", "RAY_agent_register_timeout_ms"
+    for given, expected in ((None, "120"), ("7", "7")):
+        for name in limits:
+            monkeypatch.delenv(name, raising=False)
+        if given is not None:
+            monkeypatch.setenv(limits[0], given)
+        with patient_start():
+            assert [os.environ[name] for name in limits] == [expected, "120000"]
+        assert [os.environ.get(name) for name in limits] == [given, None]
 
 
 def test_who_gets_in_is_told_with_the_way_to_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
